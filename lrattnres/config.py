@@ -173,7 +173,9 @@ class LoggerConfig:
 class TrainConfig:
     name: str = option("name of the run folder; it follows from the choices unless given")
     runs: str = option("folder that holds the run folders", "runs", may_change=True)
-    resume: str = option("auto: continue where the run stopped; none: refuse an existing run; STEP: from that checkpoint", "auto", may_change=True)
+    resume: str = option(
+        "auto: continue where the run stopped; none: refuse an existing run; STEP: from that checkpoint", "auto", may_change=True
+    )
     seed: int = option("seed of initial weights and data order", 0)
     steps: int = option("optimizer steps of the whole run")
     global_batch: int = option("sequences a step, and the number of data streams")
@@ -183,7 +185,9 @@ class TrainConfig:
     max_bad_steps: int = option("non-finite steps in a row that stop the run", 10)
     device: Device = option("where to train; auto: a GPU if there is one", may_change=True)
     precision: Precision = option("arithmetic of the model; weights and optimizer are float32")
-    attention: AttentionBackend = option("attention kernel; auto: the fastest that runs here", AttentionBackend.auto, may_change=True)
+    attention: AttentionBackend = option(
+        "attention kernel; auto: the fastest that runs here", AttentionBackend.auto, may_change=True
+    )
     compile: Compile = option("torch.compile: off, the whole model, or each sub-layer", Compile.off, may_change=True)
     threads: int | None = option("CPU threads; null: torch's choice", None, may_change=True)
     model: ModelConfig = option("the transformer", ModelConfig)
@@ -249,7 +253,8 @@ def _expected(kind: Any) -> str:
     options = getattr(kind, "__args__", (kind,))
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
     parts = [
-        "one of " + ", ".join(member.name for member in part) if isinstance(part, type) and issubclass(part, Enum)
+        "one of " + ", ".join(member.name for member in part)
+        if isinstance(part, type) and issubclass(part, Enum)
         else words[part]
         for part in options
     ]

@@ -1,0 +1,197 @@
+"""What makes a well-typed configuration impossible: every cross-field fault, found before any data is touched."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable, Iterator
+
+import torch
+
+from lrattnres.config import (
+    Compile,
+    ConfigError,
+    CorpusName,
+    Device,
+    LoggerName,
+    Orthogonalizer,
+    Precision,
+    TrainConfig,
+    flatten,
+    plain,
+)
+from lrattnres.data.tokenizers import VOCABULARY
+from lrattnres.depth.router import VARIANTS
+from lrattnres.model.attention import choose_attention
+
+DTYPES = {Precision.float32: torch.float32, Precision.bfloat16: torch.bfloat16}
+
+# Smallest and largest value of every number that has bounds of its own; None: no bound on that side.
+BOUNDS: dict[str, tuple[float | None, float | None]] = {
+    "seed": (0, 2**63 - 1),
+    "steps": (1, None),
+    "global_batch": (1, None),
+    "micro_batch": (1, None),
+    "max_bad_steps": (1, None),
+    "z_loss": (0, None),
+    "threads": (1, None),
+    "model.layers": (1, None),
+    "model.dim": (1, None),
+    "model.heads": (1, None),
+    "model.mlp_width": (1, None),
+    "model.context": (1, None),
+    "model.rope_base": (1, None),
+    "model.init_std": (0, None),
+    "optimizer.muon_lr": (0, None),
+    "optimizer.adam_lr": (0, None),
+    "optimizer.warmup": (0, None),
+    "optimizer.warmdown": (0, 1),
+    "optimizer.final": (0, 1),
+    "optimizer.momentum": (0, 0.9999),
+    "optimizer.momentum_low": (0, 0.9999),
+    "optimizer.momentum_rise": (0, None),
+    "optimizer.momentum_fall": (0, None),
+    "optimizer.muon_weight_decay": (0, None),
+    "optimizer.iterations": (1, 20),
+    "optimizer.adam_beta1": (0, 0.9999),
+    "optimizer.adam_beta2": (0, 0.99999),
+    "optimizer.adam_eps": (1e-30, None),
+    "optimizer.clip": (1e-12, None),
+    "checkpoint.every": (1, None),
+    "checkpoint.keep_last": (1, None),
+    "checkpoint.keep_every": (1, None),
+    "evaluation.every": (1, None),
+    "evaluation.tokens": (1, None),
+    "evaluation.batch": (1, None),
+    "evaluation.diagnostics_tokens": (1, None),
+    "instruments.log": (1, None),
+    "instruments.gradients": (1, None),
+    "instruments.depth": (1, None),
+}
+
+
+def resolve_device(device: Device) -> torch.device:
+    """The device that `auto` stands for; names as given otherwise."""
+    if device is Device.auto:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(device.value)
+
+
+def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
+    """The configuration that is run and recorded, and a line for each choice that was set without a use.
+
+    Where a variant has no use for a rank, for blocks or for a routing, they become null, so that sweeps over
+    variants work. Raises ConfigError with every fault.
+    """
+    faults = [fault for check in CHECKS for fault in check(config)]
+    if faults:
+        raise ConfigError(faults)
+    keys = VARIANTS[config.model.residual].keys
+    unused = {
+        "rank": keys is None or not keys.ranked,
+        "blocks": keys is None,
+        "routing": keys is None,
+    }
+    gone = {name: None for name, useless in unused.items() if useless and getattr(config.model, name) is not None}
+    notes = [f"model.{name} has no meaning for model.residual={config.model.residual}: recorded as null" for name in gone]
+    vocabulary = config.model.vocabulary or VOCABULARY[config.tokenizer.name]
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocabulary=vocabulary, **gone)), notes
+
+
+def _bounds(config: TrainConfig) -> Iterator[str]:
+    values = flatten(plain(config))
+    for key, (low, high) in BOUNDS.items():
+        value = values[key]
+        if value is not None and not ((low is None or value >= low) and (high is None or value <= high)):
+            limits = f"between {low} and {high}" if high is not None and low is not None else f"at least {low}"
+            yield f"{key}={value}: must be {limits}"
+
+
+def _depth(config: TrainConfig) -> Iterator[str]:
+    model = config.model
+    if model.residual not in VARIANTS:
+        close = difflib.get_close_matches(model.residual, VARIANTS, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        yield f"model.residual={model.residual}: must be one of {', '.join(VARIANTS)}{hint}"
+        return
+    keys = VARIANTS[model.residual].keys
+    if keys is not None and keys.ranked:
+        if model.rank is None:
+            yield f"model.rank=null: {model.residual} needs a key width; write model.rank=… (1 to model.dim={model.dim})"
+        elif not 1 <= model.rank <= model.dim:
+            yield f"model.rank={model.rank}: must be between 1 and model.dim={model.dim}"
+    if keys is not None and model.blocks is not None and not 1 <= model.blocks <= 2 * model.layers:
+        limit = f"1 and 2*model.layers={2 * model.layers}, the number of sub-layers"
+        yield f"model.blocks={model.blocks}: must be between {limit}; null makes every sub-layer a source"
+
+
+def _shapes(config: TrainConfig) -> Iterator[str]:
+    model = config.model
+    if model.heads >= 1 and model.dim % model.heads:
+        yield f"model.dim={model.dim}: must be divisible by model.heads={model.heads}"
+    elif model.heads >= 1 and (model.dim // model.heads) % 2:
+        size = model.dim // model.heads
+        yield f"model.heads={model.heads}: leaves a head of {size} dimensions; rotary pairs need an even number"
+    known = VOCABULARY[config.tokenizer.name]
+    if model.vocabulary is not None and model.vocabulary < known:
+        name = config.tokenizer.name.name
+        yield f"model.vocabulary={model.vocabulary}: tokenizer={name} has {known} tokens; write null or at least that"
+    if config.micro_batch >= 1 and config.global_batch % config.micro_batch:
+        divisors = [n for n in range(1, config.global_batch + 1) if config.global_batch % n == 0]
+        near = min(divisors, key=lambda n: abs(n - config.micro_batch), default=1)
+        yield f"micro_batch={config.micro_batch}: must divide global_batch={config.global_batch}; write micro_batch={near}"
+
+
+def _schedule(config: TrainConfig) -> Iterator[str]:
+    optimizer, steps = config.optimizer, config.steps
+    down = round(optimizer.warmdown * steps)
+    if optimizer.warmup + down > steps:
+        yield (
+            f"optimizer.warmup={optimizer.warmup}: with {down} steps of warm-down it does not fit into steps={steps}; "
+            "write fewer, or more steps"
+        )
+    if optimizer.momentum_rise + optimizer.momentum_fall > steps:
+        rise, fall = optimizer.momentum_rise, optimizer.momentum_fall
+        yield f"optimizer.momentum_rise={rise}: with momentum_fall={fall} it does not fit into steps={steps}; write fewer"
+    if optimizer.orthogonalizer is Orthogonalizer.polar_express and optimizer.iterations > 5:
+        yield (
+            f"optimizer.iterations={optimizer.iterations}: polar_express has 5 steps; "
+            "write at most 5, or optimizer.orthogonalizer=newton_schulz"
+        )
+
+
+def _data(config: TrainConfig) -> Iterator[str]:
+    data = config.data
+    if not 0 < data.holdout < 1:
+        yield f"data.holdout={data.holdout}: must lie between 0 and 1, both excluded, such as 0.05"
+    if data.corpus is CorpusName.files and data.root is None:
+        yield "data.root=null: data=files needs your texts; write data.root=FILE, FOLDER or a quoted glob"
+    if data.corpus is CorpusName.docstrings and data.root is not None:
+        yield f"data.root={data.root}: the docstrings corpus reads the installed Python; write data=files for your own texts"
+    if config.resume not in ("auto", "none") and not config.resume.isdigit():
+        yield f"resume={config.resume}: must be auto, none or the step of a checkpoint"
+
+
+def _machine(config: TrainConfig) -> Iterator[str]:
+    if config.device is Device.cuda and not torch.cuda.is_available():
+        yield (
+            "device=cuda: this machine has no CUDA GPU that torch can see; `python train.py experiment=demo` trains on "
+            "a CPU in minutes, and device=cpu runs this very configuration there, however long it takes"
+        )
+        return
+    device = resolve_device(config.device)
+    try:
+        choose_attention(config.attention.name, device, DTYPES[config.precision], training=True)
+    except ValueError as fault:
+        yield str(fault)
+    compiler = os.environ.get("CXX", "g++")
+    if config.compile is not Compile.off and device.type == "cpu" and not (shutil.which(compiler) or shutil.which("clang++")):
+        yield f"compile={config.compile.name}: torch.compile needs a C++ compiler on a CPU; install g++, or write compile=off"
+    if config.logger.name is LoggerName.wandb and importlib.util.find_spec("wandb") is None:
+        yield "logger.name=wandb: the package wandb is not installed; `pip install wandb`, or write logger=none"
+
+
+CHECKS: tuple[Callable[[TrainConfig], Iterator[str]], ...] = (_bounds, _depth, _shapes, _schedule, _data, _machine)

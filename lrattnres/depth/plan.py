@@ -1,0 +1,49 @@
+"""Which sources each site reads: the granularity of depth routing, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class DepthPlan:
+    """M residual-writing sub-layers in N contiguous blocks; block j = 1..N ends after sub-layer ⌈M·j/N⌉.
+
+    Sites are counted by what has been written when they read: site s reads after s sub-layers, so site s feeds
+    sub-layer s (from 0) and site M feeds the output head. `blocks=None` makes every sub-layer a block of its own.
+    """
+
+    sublayers: int
+    blocks: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.blocks is not None and not 1 <= self.blocks <= self.sublayers:
+            raise ValueError(f"blocks={self.blocks}: must be between 1 and {self.sublayers}, the number of sub-layers")
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """How many sub-layers have been written when each block is complete."""
+        blocks = self.blocks or self.sublayers
+        return tuple(-(-self.sublayers * j // blocks) for j in range(1, blocks + 1))
+
+    @property
+    def sites(self) -> range:
+        """All read sites; site 0 has one source and routes nothing."""
+        return range(self.sublayers + 1)
+
+    def closes(self, site: int) -> bool:
+        """Whether the sub-layer that site `site` feeds is the last of its block."""
+        return site + 1 in self.ends
+
+    def sources(self, site: int) -> tuple[range, ...]:
+        """The outputs each source of a site sums, counted from 1; the embedding, output 0, is `range(0, 1)`."""
+        starts = (0, *(end for end in self.ends if end <= site))
+        complete = tuple(range(start + 1, end + 1) for start, end in zip(starts, starts[1:], strict=False))
+        partial = (range(starts[-1] + 1, site + 1),) if starts[-1] < site else ()
+        return (range(1), *complete, *partial)
+
+    @property
+    def reads(self) -> int:
+        """S of the paper's appendix: the number of sources summed over every site that routes."""
+        return sum(len(self.sources(site)) for site in self.sites if site > 0)

@@ -1,0 +1,69 @@
+"""Where each site reads, averaged over tokens as they stream by: nothing of a token is kept.
+
+Definitions of the papers: N_eff(t, x) = exp(entropy of α_t(x)), averaged over tokens x (Figure 2); mean α per site and
+source (Figure 3); the largest α of a token, averaged (the Delta paper's sharpness).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lrattnres.depth.router import Depth, DepthRouter
+
+
+class DepthProbe:
+    """An observer of forward passes: `model(tokens, mask, observe=probe)`. Sums are float64."""
+
+    def __init__(self, router: DepthRouter):
+        self.router = router
+        self.tokens = torch.zeros(len(router.plan.sites), dtype=torch.float64)
+        self.norm = torch.zeros_like(self.tokens)
+        self.effective = torch.zeros_like(self.tokens)
+        self.largest = torch.zeros_like(self.tokens)
+        self.weights = [torch.zeros(len(router.plan.sources(site)), dtype=torch.float64) for site in router.plan.sites]
+
+    @torch.no_grad()
+    def __call__(self, site: int, depth: Depth) -> None:
+        hidden = self.router.hidden(depth, site)
+        self.tokens[site] += hidden[..., 0].numel()
+        self.norm[site] += _total(hidden.float().norm(dim=-1))
+        weights = self.router.weights(depth, site)
+        if weights is None:
+            return
+        entropy = torch.special.entr(weights).sum(-1)
+        self.effective[site] += _total(entropy.exp())
+        self.largest[site] += _total(weights.amax(-1))
+        self.weights[site] += weights.flatten(0, -2).sum(0, dtype=torch.float64).cpu()
+
+    def results(self) -> dict[str, Any]:
+        """Plain lists for JSON, one entry a site: what is undefined where nothing routes is None."""
+        routes = [site > 0 and self.router.variant.keys is not None for site in self.router.plan.sites]
+        count = self.tokens.clamp(min=1)
+
+        def per_site(sums: Tensor) -> list[float | None]:
+            means = (sums / count).tolist()
+            return [mean if routed else None for mean, routed in zip(means, routes, strict=True)]
+
+        means = [(weights / n).tolist() for weights, n in zip(self.weights, count, strict=True)]
+        return {
+            "tokens": int(self.tokens[0]),
+            "sources": [[_label(s) for s in self.router.plan.sources(site)] for site in self.router.plan.sites],
+            "mean_weight": [mean if routed else None for mean, routed in zip(means, routes, strict=True)],
+            "effective_sources": per_site(self.effective),
+            "largest_weight": per_site(self.largest),
+            "newest_weight": [mean[-1] if routed else None for mean, routed in zip(means, routes, strict=True)],
+            "hidden_norm": (self.norm / count).tolist(),
+        }
+
+
+def _total(values: Tensor) -> Tensor:
+    return values.sum(dtype=torch.float64).cpu()
+
+
+def _label(members: range) -> str:
+    if members.start == 0:
+        return "embedding"
+    return str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}"

@@ -1,0 +1,34 @@
+"""The papers' diagnostics of a trained model, over held-out tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lrattnres.depth.probe import DepthProbe
+from lrattnres.evaluation.loss import window_losses
+from lrattnres.model.transformer import Transformer
+
+
+@torch.no_grad()
+def diagnose(model: Transformer, windows: Iterable[Tensor], separator: int, *, documents: bool) -> dict[str, Any]:
+    """Effective sources, mean and largest α, and the norm of h, per site: see `DepthProbe`.
+
+    Every position of every window counts once; the padding of the last window is cut off row by row.
+    """
+    probe = DepthProbe(model.router)
+    for batch in windows:
+        for window in _unpadded(batch):
+            window_losses(model, window, separator, documents=documents, observe=probe)
+    return probe.results()
+
+
+def _unpadded(batch: Tensor) -> list[Tensor]:
+    """The whole windows as one batch, and a cut window as a batch of its own length."""
+    lengths = (batch >= 0).sum(dim=1)
+    whole = lengths == batch.shape[1]
+    parts = [batch[whole]] if whole.any() else []
+    return parts + [row[:length].unsqueeze(0) for row, length in zip(batch[~whole], lengths[~whole], strict=True)]

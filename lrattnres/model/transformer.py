@@ -1,0 +1,102 @@
+"""The decoder: 2L uniform sub-layers that read from, and write to, a depth router. It never asks which variant runs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lrattnres.config import ModelConfig
+from lrattnres.depth.plan import DepthPlan
+from lrattnres.depth.router import VARIANTS, Depth, DepthRouter
+from lrattnres.model.attention import BACKENDS, AttentionBackend, Mask
+from lrattnres.model.layers import Attention, Context, Linear, SwiGLU, rotation
+
+Observer = Callable[[int, Depth], None]
+
+
+def build_router(config: ModelConfig) -> DepthRouter:
+    """The router that `model.residual`, `rank`, `blocks` and `routing` describe."""
+    variant = VARIANTS[config.residual]
+    if config.routing is not None:
+        variant = variant._replace(routing=config.routing)
+    return DepthRouter(DepthPlan(2 * config.layers, config.blocks), variant, config.dim, config.rank)
+
+
+class Transformer(nn.Module):
+    """spec: PreNorm decoder with untied embedding and head, no biases and no norm gains.
+
+    `dtype` is the precision of the arithmetic; weights stay float32.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: AttentionBackend = BACKENDS["sdpa"],
+        dtype: torch.dtype = torch.float32,
+    ):
+        super().__init__()
+        assert config.vocabulary is not None, "model.vocabulary must be resolved before a model is built"
+        self.config, self.attention, self.dtype = config, attention, dtype
+        self.router = build_router(config)
+        emit = self.router.emit_dim
+        self.embedding = nn.Embedding(config.vocabulary, config.dim)
+        self.sublayers = nn.ModuleList()
+        for _ in range(config.layers):
+            self.sublayers.append(Attention(config.dim, config.heads, emit, attention))
+            self.sublayers.append(SwiGLU(config.dim, config.mlp_width, emit))
+        self.head = Linear(config.dim, config.vocabulary)
+
+    def mask(self, documents: Tensor | None, batch: int, length: int) -> Mask:
+        """Which positions see each other, once a batch; documents: integers [B, T], or None for no boundaries."""
+        return self.attention.prepare(documents, batch, length, self.head.weight.device)
+
+    def forward(self, tokens: Tensor, mask: Mask, observe: Observer | None = None) -> Tensor:
+        """Logits [B, T, vocabulary] in `dtype` for tokens [B, T]; `observe(site, depth)` is called at every site."""
+        config, router = self.config, self.router
+        turn = rotation(tokens.shape[1], config.dim // config.heads, config.rope_base, tokens.device)
+        context = Context(mask, turn)
+        depth = router.begin(F.embedding(tokens, self.embedding.weight).to(self.dtype))
+        for site, sublayer in enumerate(self.sublayers):
+            if observe:
+                observe(site, depth)
+            depth = router.write(depth, site, sublayer(router.read(depth, site), context))
+        last = len(self.sublayers)
+        if observe:
+            observe(last, depth)
+        return self.head(router.read(depth, last))
+
+
+def build_model(
+    config: ModelConfig,
+    *,
+    seed: int,
+    device: torch.device,
+    attention: AttentionBackend,
+    dtype: torch.dtype,
+) -> Transformer:
+    """A model on `device` with its initial weights; nothing is allocated twice."""
+    with torch.device("meta"):
+        model = Transformer(config, attention, dtype)
+    model.to_empty(device=device)
+    initialize(model, seed)
+    return model
+
+
+@torch.no_grad()
+def initialize(model: Transformer, seed: int) -> None:
+    """Normal with `init_std` everywhere, zero for queries.
+
+    Each weight has a random stream of its own, keyed on (seed, its name) and drawn on the CPU. So equal names have
+    equal weights in every variant and on every device, in whatever order they are filled.
+    """
+    for name, weight in model.named_parameters():
+        if name == "router.queries":
+            weight.zero_()
+            continue
+        digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+        weight.copy_(torch.empty(weight.shape).normal_(std=model.config.init_std, generator=generator))

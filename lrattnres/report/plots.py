@@ -1,0 +1,85 @@
+"""Pictures of one run: the loss curve, and where each site reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")  # pictures are files; a run needs no display
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+
+def loss_curve(records: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Training loss of each logged step and held-out loss, in nats a token, from the lines of metrics.jsonl."""
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    for name, label, style in (
+        ("loss", "training", {"color": "#8fb3d9", "linewidth": 0.9}),
+        ("val_loss", "held out", {"color": "#b5402a", "marker": "o", "markersize": 4, "linewidth": 1.5}),
+    ):
+        points = [(record["step"], record[name]) for record in records if isinstance(record.get(name), float)]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=label, **style)
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
+    axes.grid(alpha=0.25)
+    axes.legend()
+    _save(figure, path)
+
+
+def depth_heatmap(diagnostics: dict[str, Any], title: str, path: Path) -> None:
+    """Mean α of every site over its sources, its colours cut at the 99.5th percentile as in the paper's Figure 3.
+
+    Sources stand under the last sub-layer they sum, so that a block's partial and final sums share a column.
+    """
+    columns = {"embedding": 0} | {str(end): end for end in range(1, len(diagnostics["sources"]))}
+    weights = np.full((len(diagnostics["sources"]), len(columns)), np.nan)
+    for site, (labels, means) in enumerate(zip(diagnostics["sources"], diagnostics["mean_weight"], strict=True)):
+        for label, mean in zip(labels, means or [], strict=bool(means)):
+            weights[site, columns[label.rsplit("-", 1)[-1]]] = mean
+    used = np.flatnonzero(~np.isnan(weights).all(axis=0))
+    ceiling = np.nanpercentile(weights, 99.5)
+    figure, axes = plt.subplots(figsize=(2.2 + 0.34 * len(used), 1.8 + 0.26 * len(weights)), layout="constrained")
+    picture = axes.imshow(weights[1:, used], cmap="magma", vmin=0, vmax=ceiling, aspect="auto")
+    axes.set_xticks(range(len(used)), ["emb" if column == 0 else str(column) for column in used])
+    axes.set_yticks(range(len(weights) - 1), [_site_name(site, len(weights) - 1) for site in range(1, len(weights))])
+    axes.tick_params(labelsize=8)
+    axes.set(xlabel="source: embedding, or last sub-layer it sums", ylabel="read site: sub-layer it feeds", title=title)
+    figure.colorbar(picture, ax=axes, label="mean α", extend="max" if np.nanmax(weights) > ceiling else "neither")
+    _save(figure, path)
+
+
+def site_curves(diagnostics: dict[str, Any], title: str, path: Path) -> None:
+    """Effective sources, the largest α and the norm of h against the read site."""
+    figure, axes = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
+    counts = [
+        len(labels) if means else None for labels, means in zip(diagnostics["sources"], diagnostics["mean_weight"], strict=True)
+    ]
+    for panel, (name, label) in zip(
+        axes,
+        (("effective_sources", "effective sources"), ("largest_weight", "largest α"), ("hidden_norm", "norm of h")),
+        strict=True,
+    ):
+        points = [(site, value) for site, value in enumerate(diagnostics[name]) if value is not None]
+        if points:
+            panel.plot(*zip(*points, strict=True), marker="o", markersize=3, color="#3b6ea5")
+        if name == "effective_sources" and any(counts):
+            available = [(site, count) for site, count in enumerate(counts) if count is not None]
+            panel.plot(*zip(*available, strict=True), color="#999999", linestyle=":", label="available")
+            panel.legend()
+        panel.set(xlabel="read site", ylabel=label)
+        panel.grid(alpha=0.25)
+    figure.suptitle(title)
+    _save(figure, path)
+
+
+def _site_name(site: int, head: int) -> str:
+    return "head" if site == head else f"{site + 1} {'mlp' if site % 2 else 'attn'}"
+
+
+def _save(figure: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
