@@ -89,7 +89,7 @@ class LoggerName(Enum):
 
 @dataclass
 class ModelConfig:
-    residual: str = option("residual path: a row of the table of variants (lrattnres/depth/variants.py)")
+    residual: str = option("residual path: a row of the table of variants (lrattnres/depth/router.py)")
     rank: int | None = option("width r of a routing key, 1..dim; null where the variant has no key of its own")
     blocks: int | None = option("number N of depth blocks, 1..2*layers; null: every sub-layer is a source")
     routing: Routing | None = option("how the mixture is used: replace the stream or add to it; null: as published", None)
@@ -222,7 +222,7 @@ def defaults(schema: type) -> dict[str, Any]:
 
 def fields_of(schema: type, prefix: str = "") -> dict[str, tuple[Any, dict[str, Any]]]:
     """Dotted key -> (type, metadata of `option`) of every leaf, in the order of the schema."""
-    leaves = {}
+    leaves: dict[str, tuple[Any, dict[str, Any]]] = {}
     hints = get_type_hints(schema)
     for item in dataclasses.fields(schema):
         key, kind = prefix + item.name, hints[item.name]
@@ -235,7 +235,7 @@ def fields_of(schema: type, prefix: str = "") -> dict[str, tuple[Any, dict[str, 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     """Dotted key -> value of a nested dictionary."""
-    leaves = {}
+    leaves: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict) and value:
             leaves |= flatten(value, f"{prefix}{key}.")
@@ -302,7 +302,7 @@ def _assign(target: Any, key: str, value: Any, kind: Any) -> str | None:
     number_for_text = str in kinds and isinstance(value, (int, float, bool))
     truth_for_number = isinstance(value, bool) and bool not in kinds
     null = value is None and type(None) not in kinds
-    if not (text_for_number or truth_for_number and not number_for_text or null):
+    if not (text_for_number or (truth_for_number and not number_for_text) or null):
         try:
             OmegaConf.update(target, key, str(value) if number_for_text else value)
             return None

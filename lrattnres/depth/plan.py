@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -16,16 +16,14 @@ class DepthPlan:
 
     sublayers: int
     blocks: int | None = None
+    ends: tuple[int, ...] = field(init=False)  # how many sub-layers have been written when each block is complete
 
     def __post_init__(self) -> None:
         if self.blocks is not None and not 1 <= self.blocks <= self.sublayers:
             raise ValueError(f"blocks={self.blocks}: must be between 1 and {self.sublayers}, the number of sub-layers")
-
-    @cached_property
-    def ends(self) -> tuple[int, ...]:
-        """How many sub-layers have been written when each block is complete."""
         blocks = self.blocks or self.sublayers
-        return tuple(-(-self.sublayers * j // blocks) for j in range(1, blocks + 1))
+        ends = tuple(-(-self.sublayers * j // blocks) for j in range(1, blocks + 1))
+        object.__setattr__(self, "ends", ends)
 
     @property
     def sites(self) -> range:
@@ -39,7 +37,7 @@ class DepthPlan:
     def sources(self, site: int) -> tuple[range, ...]:
         """The outputs each source of a site sums, counted from 1; the embedding, output 0, is `range(0, 1)`."""
         starts = (0, *(end for end in self.ends if end <= site))
-        complete = tuple(range(start + 1, end + 1) for start, end in zip(starts, starts[1:], strict=False))
+        complete = tuple(range(start + 1, end + 1) for start, end in pairwise(starts))
         partial = (range(starts[-1] + 1, site + 1),) if starts[-1] < site else ()
         return (range(1), *complete, *partial)
 

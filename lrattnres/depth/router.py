@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lrattnres.config import Routing
@@ -69,7 +70,7 @@ class DepthRouter(nn.Module):
 
     def begin(self, embedding: Tensor) -> Depth:
         """The state before the first sub-layer; embedding: [..., d]."""
-        emitted = self.embedding_key(embedding) if self.embedding_key else None
+        emitted = F.linear(embedding, self.embedding_key.weight.to(embedding.dtype)) if self.embedding_key else None
         stream = embedding if self.variant.routing is Routing.add else None
         return Depth((Source(embedding, emitted),), None, stream)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor, nn
 
 from lrattnres.model.transformer import Transformer

@@ -1,0 +1,178 @@
+"""What a model may see: nothing of the future, of another document, or of another call."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from lrattnres.depth.router import VARIANTS
+from lrattnres.model.attention import BACKENDS, choose_attention
+from lrattnres.model.transformer import Transformer, build_model, initialize
+
+CPU = torch.device("cpu")
+
+
+def make(config, dtype=torch.float32, backend="sdpa") -> Transformer:
+    model = build_model(config, seed=0, device=CPU, attention=BACKENDS[backend], dtype=dtype)
+    with torch.no_grad():  # far from the initial state, where nearly everything is symmetric
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3)
+    return model.requires_grad_(False)
+
+
+def logits(model: Transformer, tokens: torch.Tensor, documents: torch.Tensor | None = None) -> torch.Tensor:
+    return model(tokens, model.mask(documents, *tokens.shape))
+
+
+every_variant = pytest.mark.parametrize("residual", list(VARIANTS))
+
+
+@every_variant
+@pytest.mark.parametrize("blocks", [None, 2])
+def test_no_position_sees_the_future(tiny_model_config, residual: str, blocks: int | None) -> None:
+    model = make(tiny_model_config(residual=residual, blocks=blocks))
+    tokens = torch.randint(31, (1, 12))
+    changed = tokens.clone()
+    changed[0, 7] = (changed[0, 7] + 1) % 31
+    before, after = logits(model, tokens), logits(model, changed)
+    assert torch.equal(before[:, :7], after[:, :7])
+    assert not torch.equal(before[:, 7:], after[:, 7:])
+
+
+@every_variant
+def test_a_document_does_not_see_the_one_before_it(tiny_model_config, residual: str) -> None:
+    model = make(tiny_model_config(residual=residual, context=96))
+    numbers = torch.tensor([[0] * 37 + [1] * 59])
+    tokens = torch.randint(31, (1, 96))
+    changed = tokens.clone()
+    changed[:, :37] = torch.randint(31, (1, 37))
+    packed = logits(model, tokens, numbers)[:, 37:]
+    assert torch.equal(logits(model, changed, numbers)[:, 37:], packed)
+    alone = logits(model, tokens[:, 37:])
+    torch.testing.assert_close(packed, alone, rtol=1e-3, atol=2e-4)
+    unmasked = logits(model, tokens)[:, 37:]
+    assert (unmasked - packed).abs().max() > 0.1  # the mask is what keeps it out
+
+
+@every_variant
+def test_nothing_stays_from_one_call_to_the_next(tiny_model_config, residual: str) -> None:
+    model = make(tiny_model_config(residual=residual))
+    tokens, other = torch.randint(31, (2, 12)), torch.randint(31, (3, 9))
+    before = logits(model, tokens)
+    logits(model, other)
+    assert torch.equal(logits(model, tokens), before)
+
+
+@every_variant
+def test_sequences_of_a_batch_do_not_meet(tiny_model_config, residual: str) -> None:
+    model = make(tiny_model_config(residual=residual))
+    tokens = torch.randint(31, (4, 12))
+    together = logits(model, tokens)
+    for row in range(4):
+        torch.testing.assert_close(logits(model, tokens[row : row + 1])[0], together[row], rtol=1e-4, atol=1e-4)
+
+
+def test_rotation_is_of_interleaved_pairs_and_relative() -> None:
+    from lrattnres.model.layers import rotate, rotation
+
+    cosines, sines = rotation(6, 4, 500_000.0, CPU)
+    x = torch.randn(1, 6, 1, 4)
+    turned = torch.view_as_complex(x.unflatten(-1, (2, 2)).contiguous())
+    angles = torch.arange(6.0)[:, None] * torch.tensor([1.0, 500_000.0**-0.5])
+    truth = torch.view_as_real(turned * torch.polar(torch.ones_like(angles), angles)[None, :, None]).flatten(-2)
+    torch.testing.assert_close(rotate(x, cosines, sines), truth)
+
+
+def test_equal_names_start_equal_in_every_variant(tiny_model_config) -> None:
+    models = [
+        build_model(tiny_model_config(residual=name), seed=3, device=CPU, attention=BACKENDS["sdpa"], dtype=torch.float32)
+        for name in ("baseline", "s_lr", "delta")
+    ]
+    states = [model.state_dict() for model in models]
+    for name, weight in states[0].items():
+        assert all(torch.equal(weight, state[name]) for state in states[1:])
+    assert not states[1]["router.queries"].any()
+    for name, weight in states[1].items():
+        if name != "router.queries":
+            assert weight.std().item() == pytest.approx(0.02, rel=0.25), name
+    initialize(models[0], seed=4)
+    assert not torch.equal(models[0].head.weight, models[1].head.weight)
+
+
+@pytest.mark.parametrize("numbers", [None, torch.tensor([[0] * 50 + [1] * 78, [0] * 128])])
+def test_flex_attention_agrees_with_the_dense_mask(numbers: torch.Tensor | None) -> None:
+    query, key, value = torch.randn(3, 2, 128, 2, 16).unbind(0)
+    reads = []
+    for name in ("sdpa", "flex"):
+        mask = BACKENDS[name].prepare(numbers, 2, 128, CPU)
+        if name == "flex":
+            from torch.nn.attention.flex_attention import flex_attention
+
+            parts = (part.transpose(1, 2) for part in (query, key, value))
+            reads.append(flex_attention(*parts, block_mask=mask).transpose(1, 2))
+        else:
+            reads.append(BACKENDS[name].attend(query, key, value, mask))
+    torch.testing.assert_close(*reads, rtol=1e-4, atol=1e-5)
+
+
+def test_segment_edges_of_packed_kernels() -> None:
+    documents = torch.tensor([[0, 0, 1, 1], [0, 0, 0, 0], [0, 1, 2, 2]])
+    edges = BACKENDS["varlen"].prepare(documents, 3, 4, CPU)
+    assert edges.tolist() == [0, 2, 4, 8, 9, 10, 12]
+    assert edges.dtype == torch.int32
+    assert BACKENDS["flash"].prepare(None, 3, 4, CPU).tolist() == [0, 4, 8, 12]
+
+
+@pytest.mark.parametrize("name", ["flash", "varlen", "flex"])
+def test_a_backend_that_cannot_train_here_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"attention={name}: .*write attention="):
+        choose_attention(name, CPU, torch.float32, training=True)
+    assert choose_attention("auto", CPU, torch.float32, training=True).name == "sdpa"
+
+
+@pytest.mark.parametrize("residual", ["baseline", "attn_res", "p_lr"])
+def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(tiny_model_config, residual: str) -> None:
+    config = tiny_model_config(residual=residual)
+    exact, low = make(config), make(config, torch.bfloat16)
+    low.load_state_dict(exact.state_dict())
+    tokens = torch.randint(31, (2, 12))
+    low.requires_grad_(True)
+    out = logits(low, tokens)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), logits(exact, tokens), rtol=0.1, atol=0.25)
+    out.float().sum().backward()
+    assert all(p.dtype == p.grad.dtype == torch.float32 for p in low.parameters())
+
+
+def test_observers_see_every_site_and_change_nothing(tiny_model_config) -> None:
+    model = make(tiny_model_config())
+    tokens, sites = torch.randint(31, (2, 12)), []
+    mask = model.mask(None, 2, 12)
+    observed = model(tokens, mask, observe=lambda site, depth: sites.append(site))
+    assert sites == list(range(7))
+    assert torch.equal(observed, model(tokens, mask))
+
+
+SLOW_TO_COMPILE = [pytest.param(name, marks=pytest.mark.slow) for name in ("baseline", "attn_res", "s_lr", "delta")]
+
+
+@pytest.mark.parametrize("residual", ["p_lr", *SLOW_TO_COMPILE])
+def test_the_compiled_model_agrees_and_keeps_plain_names(tiny_model_config, residual: str) -> None:
+    config = tiny_model_config(residual=residual, layers=2)
+    eager, compiled = make(config), make(config)
+    compiled.load_state_dict(eager.state_dict())
+    compiled.requires_grad_(True)
+    eager.requires_grad_(True)
+    compiled.compile(fullgraph=True)
+    tokens = torch.randint(31, (2, 12))
+    documents = torch.tensor([[0] * 5 + [1] * 7] * 2)
+    for model in (eager, compiled):
+        logits(model, tokens, documents).square().mean().backward()
+    assert list(compiled.state_dict()) == list(eager.state_dict())
+    for (name, a), b in zip(eager.named_parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(b.grad, a.grad, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_configs_of_a_model_are_not_shared(tiny_model_config) -> None:
+    config = tiny_model_config()
+    assert make(dataclasses.replace(config, routing=None)).router.variant == VARIANTS["s_lr"]
