@@ -1,0 +1,204 @@
+"""The folder of one run: what it is, who may write to it, and what it was started with.
+
+    runs/NAME/
+        config.yaml        every setting, ending with YAML's own end mark `...`
+        identity.json      fingerprints of what the settings only name: corpus, tokenizer
+        environment.json   "starts": versions, revision and command line of every start
+        metrics.jsonl      one JSON object a line
+        checkpoints/       plots/       summary.json (once the run is finished)
+
+Every file is replaced as a whole, so what is there is complete.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from omegaconf import OmegaConf
+
+from lrattnres.config import ConfigError, TrainConfig, fields_of, flatten, parse, plain
+from lrattnres.training.environment import describe_environment
+from lrattnres.training.files import from_json, to_json, write_atomic
+
+LONGEST_NAME = 200  # bytes; file systems take 255, and names of files derived from it must fit too
+END = "...\n"
+
+
+class RunError(Exception):
+    """A run folder that cannot be used as asked; `str` names it and what to do instead."""
+
+
+class RunFolder:
+    """Paths of a run. The constructor touches nothing; `open` is for the process that trains."""
+
+    def __init__(self, path: Path):
+        self.path = Path(path)
+        self.config_path = self.path / "config.yaml"
+        self.identity_path = self.path / "identity.json"
+        self.environment_path = self.path / "environment.json"
+        self.metrics_path = self.path / "metrics.jsonl"
+        self.checkpoints_path = self.path / "checkpoints"
+        self.plots_path = self.path / "plots"
+        self.summary_path = self.path / "summary.json"
+        self._lock: IO[str] | None = None
+
+    @classmethod
+    def open(cls, config: TrainConfig, *, extra_identity: Mapping[str, str] | None = None) -> RunFolder:
+        """The folder `config.runs`/`config.name`, made or continued, and locked until `close`, or until the
+        object or the process is gone.
+
+        A folder that is there already must be of the same run: every setting that results depend on, and every entry of
+        `extra_identity`, must be as it was. Settings that may change are taken over into config.yaml.
+        Raises RunError for a name that is no folder name, a folder in use, another run's or a damaged folder, and for
+        any run at all with `resume=none`.
+        """
+        run = cls(Path(config.runs) / _checked_name(config.name))
+        try:
+            run.path.mkdir(parents=True, exist_ok=True)
+            run._lock = _locked(run.path)
+            try:
+                run._claim(config, dict(extra_identity or {}))
+            except BaseException:
+                run.close()
+                raise
+        except OSError as fault:
+            raise RunError(f"{run.path}: cannot be used as a run folder: {fault}") from fault
+        return run
+
+    def close(self) -> None:
+        """Lets another process train here."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def record_choices(self, choices: Mapping[str, Any]) -> None:
+        """Adds what this start decided by itself (device, attention, precision, …) to its entry in environment.json."""
+        starts = self.starts()
+        starts[-1] |= choices
+        write_atomic(self.environment_path, to_json({"starts": starts}, indent=2) + "\n")
+
+    def starts(self) -> list[dict[str, Any]]:
+        """One entry for every time that the run was started or continued, the oldest first."""
+        return _read_json(self.environment_path)["starts"] if self.environment_path.exists() else []
+
+    def finished(self) -> dict[str, Any] | None:
+        """The summary of a finished run; None while there is none."""
+        return _read_json(self.summary_path) if self.summary_path.exists() else None
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Marks the run as finished by its summary."""
+        write_atomic(self.summary_path, to_json(dict(summary), indent=2) + "\n")
+
+    @staticmethod
+    def read_config(path: Path) -> TrainConfig:
+        """The settings of the run in folder `path`. Raises RunError that names config.yaml and everything wrong in it."""
+        file = Path(path) / "config.yaml"
+        try:
+            text = file.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise RunError(f"{file}: not there, so {path} is no run folder") from None
+        except (OSError, UnicodeDecodeError) as fault:
+            raise RunError(f"{file}: unreadable: {fault}") from fault
+        if not text.endswith("\n" + END):
+            raise RunError(f"{file}: torn: it does not end with the line `...`; restore the file, or remove the folder")
+        try:
+            tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+        except Exception as fault:  # the classes of the YAML parser, which is OmegaConf's affair
+            raise RunError(f"{file}: not YAML: {fault}") from fault
+        if not isinstance(tree, dict):
+            raise RunError(f"{file}: not a mapping of settings")
+        try:
+            return parse(TrainConfig, tree)  # type: ignore[arg-type]
+        except ConfigError as fault:
+            raise RunError(f"{file}: not the settings of a run as this version knows them:\n{fault}") from fault
+
+    def _claim(self, config: TrainConfig, identity: dict[str, str]) -> None:
+        """Checks that the folder is free or this run's own, then writes what this start adds to it."""
+        if self.config_path.exists():
+            self._check_same_run(config, identity)
+        else:
+            rest = [path for path in (self.metrics_path, self.checkpoints_path, self.summary_path) if path.exists()]
+            if rest:
+                raise RunError(f"{self.path}: has {rest[0].name}, but no config.yaml; {self._remedy()}")
+            self.environment_path.unlink(missing_ok=True)
+            write_atomic(self.identity_path, to_json(identity, indent=2) + "\n")
+        starts = [*self.starts(), describe_environment()]
+        write_atomic(self.environment_path, to_json({"starts": starts}, indent=2) + "\n")
+        # Last: a folder with a config.yaml has everything else.
+        write_atomic(self.config_path, OmegaConf.to_yaml(OmegaConf.create(plain(config))) + END)
+
+    def _check_same_run(self, config: TrainConfig, identity: dict[str, str]) -> None:
+        if config.resume == "none":
+            remedy = f"write resume=auto to continue it, {self._remedy()}"
+            raise RunError(f"{self.path}: there is a run already, and resume=none; {remedy}")
+        leaves, before, now = fields_of(TrainConfig), flatten(plain(self.read_config(self.path))), flatten(plain(config))
+        faults = [
+            f"{key}: {before[key]} at the start, {now[key]} now"
+            for key, (_, metadata) in leaves.items()
+            if before[key] != now[key] and not metadata["may_change"]
+        ]
+        if faults:
+            raise RunError(f"{self.path}: the run was started with other settings:\n{_listed(faults)}\n{self._remedy()}")
+        known = _read_json(self.identity_path)
+        faults = [
+            f"the {key} changed since the run started: {known.get(key, 'none')} then, {identity.get(key, 'none')} now"
+            for key in sorted(known.keys() | identity.keys())
+            if known.get(key) != identity.get(key)
+        ]
+        if faults:
+            raise RunError(f"{self.path}: the run cannot be continued:\n{_listed(faults)}\n{self._remedy()}")
+
+    def _remedy(self) -> str:
+        return f"write name=OTHER to start another run, or remove {self.path} to start this one again"
+
+
+def _checked_name(name: str) -> str:
+    wrong = (
+        "is empty" if not name
+        else "has a path separator" if "/" in name or "\\" in name
+        else "is no name of its own" if name in (".", "..")
+        else "has a NUL character" if "\0" in name
+        else f"is longer than {LONGEST_NAME} bytes" if len(os.fsencode(name)) > LONGEST_NAME
+        else None
+    )  # fmt: skip
+    if wrong:
+        raise RunError(f"name={name!r}: {wrong}; write the plain name of a folder, and the place of it as runs=FOLDER")
+    return name
+
+
+def _locked(folder: Path) -> IO[str]:
+    """Holds `.lock` in the folder. The system lets go of it when the process ends, however it ends."""
+    file = (folder / ".lock").open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read().strip()
+        file.close()
+        raise RunError(
+            f"{folder}: another process is training in it{f' (process {holder})' if holder else ''}; "
+            "wait for it to end, or write name=OTHER"
+        ) from None
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return file
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = from_json(path.read_bytes())
+    except (OSError, ValueError) as fault:
+        raise RunError(f"{path}: missing or damaged: {fault}; restore it, or remove {path.parent}") from fault
+    if not isinstance(content, dict):
+        raise RunError(f"{path}: not a JSON object: {json.dumps(content)[:80]}; restore it, or remove {path.parent}")
+    return content
+
+
+def _listed(faults: list[str]) -> str:
+    return "\n".join(f"  - {fault}" for fault in faults)
