@@ -1,0 +1,134 @@
+"""A corpus prepared once: an Arrow file of texts and content hashes, memory-mapped for random access."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import uuid
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from tqdm import tqdm
+
+from lrattnres.data.errors import DataError
+from lrattnres.data.text import clean, content_hash
+
+FORMAT = 1
+BATCH_CHARACTERS = 16 << 20
+SCHEMA = pa.schema([("text", pa.large_string()), ("hash", pa.uint64())])
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a corpus is made from.
+
+    `identity` changes whenever the documents might. `documents` yields the texts in order and None for a row without
+    any. `empty` is the error when there is no text at all.
+    """
+
+    name: str
+    identity: list[str]
+    documents: Callable[[], Iterator[str | None]]
+    empty: str
+
+
+class PreparedCorpus:
+    """Random access to the documents of an Arrow file; a Corpus.
+
+    `hashes`: uint64 [documents]. `fingerprint`: a hash of them in order, so equal documents have the same one wherever
+    they came from.
+    """
+
+    def __init__(self, name: str, path: Path):
+        """Raises OSError, KeyError, ValueError or Arrow's errors for a file that `write` did not finish."""
+        with pa.ipc.open_file(pa.memory_map(str(path))) as reader:
+            table = reader.read_all()
+            counts = json.loads(reader.get_batch_with_custom_metadata(reader.num_record_batches - 1)[1]["counts"])
+        if table.schema != SCHEMA:
+            raise ValueError(f"unknown columns {table.schema.names}")
+        table.validate()
+        self._path, self._texts = path, table["text"]
+        self.hashes: np.ndarray = table["hash"].to_numpy()
+        self.hashes.flags.writeable = False
+        self.fingerprint = hashlib.blake2b(self.hashes.astype("<u8").tobytes(), digest_size=16).hexdigest()
+        if self.fingerprint != counts["fingerprint"]:
+            raise ValueError("its content hashes are not those that were written")
+        self.description = f"{name}: {len(self):,} documents, {counts['bytes'] / 1e6:.1f} MB" + (
+            f", {counts['skipped']:,} empty rows skipped" if counts["skipped"] else ""
+        )
+
+    def __len__(self) -> int:
+        return len(self.hashes)
+
+    def text(self, index: int) -> str:
+        """Raises DataError if the text is not the one that was prepared."""
+        text: str | None = None
+        with contextlib.suppress(UnicodeDecodeError):
+            text = self._texts[int(index)].as_py()
+        if text is None or content_hash(text) != self.hashes[index]:
+            raise DataError(f"{self._path}: document {index} is damaged; delete the file, it will be prepared again")
+        return text
+
+
+def open_prepared(source: Source, folder: Path) -> PreparedCorpus:
+    """The corpus of `source` from the cache `folder`, prepared first if it is not there.
+
+    Processes that prepare the same corpus at once each write a file of their own and rename it into place.
+    """
+    key = json.dumps([FORMAT, source.name, source.identity])
+    path = folder / f"{source.name}-{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}.arrow"
+    if path.exists():
+        try:
+            return PreparedCorpus(source.name, path)
+        except (OSError, KeyError, TypeError, ValueError, pa.ArrowException) as error:
+            warnings.warn(f"{path}: damaged ({error}); prepared again", stacklevel=3)
+    unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}.unfinished")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write(unfinished, source)
+        unfinished.replace(path)
+        return PreparedCorpus(source.name, path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written ({error}); write data.cache=FOLDER with room for the corpus") from error
+    finally:
+        with contextlib.suppress(OSError):  # renamed, or never begun
+            unfinished.unlink()
+
+
+def write(path: Path, source: Source) -> None:
+    """Cleans and hashes the documents into an Arrow file, with never much more than one batch in memory.
+
+    The last batch is empty and carries the counts, which are known only then. Raises DataError if there is no text.
+    """
+    texts: list[str] = []
+    waiting = size = skipped = 0
+    digest = hashlib.blake2b(digest_size=16)
+
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, SCHEMA) as writer:
+
+        def flush(**metadata: str) -> None:
+            nonlocal waiting
+            hashes = np.fromiter(map(content_hash, texts), dtype="<u8", count=len(texts))
+            digest.update(hashes.tobytes())
+            writer.write_batch(pa.record_batch([pa.array(texts, pa.large_string()), pa.array(hashes)], schema=SCHEMA), metadata)
+            texts.clear()
+            waiting = 0
+
+        for text in tqdm(source.documents(), f"preparing {source.name}", unit=" documents", leave=False, disable=None):
+            if not text:
+                skipped += 1
+                continue
+            texts.append(clean(text))
+            size += len(texts[-1].encode())
+            waiting += len(text)
+            if waiting >= BATCH_CHARACTERS:
+                flush()
+        if not size:
+            raise DataError(source.empty)
+        flush()
+        flush(counts=json.dumps({"bytes": size, "skipped": skipped, "fingerprint": digest.hexdigest()}))
