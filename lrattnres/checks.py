@@ -147,6 +147,8 @@ def _shapes(config: TrainConfig) -> Iterator[str]:
 
 def _schedule(config: TrainConfig) -> Iterator[str]:
     optimizer, steps = config.optimizer, config.steps
+    if steps < 1:
+        return  # named by its bounds already
     down = round(optimizer.warmdown * steps)
     if optimizer.warmup + down > steps:
         yield (
@@ -156,10 +158,10 @@ def _schedule(config: TrainConfig) -> Iterator[str]:
     if optimizer.momentum_rise + optimizer.momentum_fall > steps:
         rise, fall = optimizer.momentum_rise, optimizer.momentum_fall
         yield f"optimizer.momentum_rise={rise}: with momentum_fall={fall} it does not fit into steps={steps}; write fewer"
-    if optimizer.orthogonalizer is Orthogonalizer.polar_express and optimizer.iterations > 5:
+    if optimizer.orthogonalizer is Orthogonalizer.polar_express and optimizer.iterations != 5:
         yield (
-            f"optimizer.iterations={optimizer.iterations}: polar_express has 5 steps; "
-            "write at most 5, or optimizer.orthogonalizer=newton_schulz"
+            f"optimizer.iterations={optimizer.iterations}: polar_express is a table of 5 steps; "
+            "write 5, or optimizer.orthogonalizer=newton_schulz"
         )
 
 

@@ -28,7 +28,7 @@ class ConfigError(Exception):
 
 
 def option(help: str, default: Any = MISSING, *, may_change: bool = False) -> Any:
-    """A documented field. `may_change`: a run may be continued with another value, since no result depends on it."""
+    """A documented field. `may_change`: a run may be continued with another value; results depend on it by rounding at most."""
     metadata = {"help": help, "may_change": may_change}
     if dataclasses.is_dataclass(default):
         return field(default_factory=default, metadata=metadata)  # type: ignore[arg-type]
@@ -149,7 +149,7 @@ class CheckpointConfig:
 
 @dataclass
 class EvaluationConfig:
-    every: int | None = option("steps between evaluations in training; null: only at the end")
+    every: int | None = option("steps between evaluations in training; null: only at the end", may_change=True)
     tokens: int = option("held-out tokens that are evaluated")
     batch: int = option("sequences a forward pass", 16, may_change=True)
     diagnostics_tokens: int = option("held-out tokens of the depth diagnostics", 1_000_000, may_change=True)
@@ -179,10 +179,10 @@ class TrainConfig:
     seed: int = option("seed of initial weights and data order", 0)
     steps: int = option("optimizer steps of the whole run")
     global_batch: int = option("sequences a step, and the number of data streams")
-    micro_batch: int = option("sequences a forward pass")
+    micro_batch: int = option("sequences a forward pass", may_change=True)
     z_loss: float = option("weight of the mean squared logsumexp", 1e-5)
     documents: bool = option("attention stays inside a document", True)
-    max_bad_steps: int = option("non-finite steps in a row that stop the run", 10)
+    max_bad_steps: int = option("non-finite steps in a row that stop the run", 10, may_change=True)
     device: Device = option("where to train; auto: a GPU if there is one", may_change=True)
     precision: Precision = option("arithmetic of the model; weights and optimizer are float32")
     attention: AttentionBackend = option(
@@ -249,7 +249,8 @@ def plain(config: Any) -> dict[str, Any]:
     return OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)  # type: ignore[return-value]
 
 
-def _expected(kind: Any) -> str:
+def expected(kind: Any) -> str:
+    """What a value of this type may be, in words."""
     options = getattr(kind, "__args__", (kind,))
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
     parts = [
@@ -282,7 +283,7 @@ def parse(schema: type[T], tree: dict[str, Any]) -> T:
             faults += [fault] if fault else []
     for key in leaves:
         if given.get(key, MISSING) == MISSING and OmegaConf.is_missing(*_parent(target, key)):
-            faults.append(f"{key}: not set; write {key}=… ({_expected(leaves[key][0])}: {leaves[key][1]['help']})")
+            faults.append(f"{key}: not set; write {key}=… ({expected(leaves[key][0])}: {leaves[key][1]['help']})")
     if faults:
         raise ConfigError(faults)
     return OmegaConf.to_object(target)  # type: ignore[return-value]
@@ -310,4 +311,4 @@ def _assign(target: Any, key: str, value: Any, kind: Any) -> str | None:
             pass
     hint = f"; write {key}=null" if str(value).lower() in ("none", "null", "~") and type(None) in kinds else ""
     hint = hint or ("; write true or false" if kinds == (bool,) else "")
-    return f"{key}={value}: must be {_expected(kind)}{hint}"
+    return f"{key}={value}: must be {expected(kind)}{hint}"

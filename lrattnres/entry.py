@@ -28,8 +28,7 @@ def loosened(arguments: Iterable[str], configs: Path) -> list[str]:
     groups = {folder.name for folder in configs.iterdir() if folder.is_dir()}
     setting = re.compile(r"(?!hydra\.)([A-Za-z_][\w.]*)=")
     return [
-        "++" + argument if (match := setting.match(argument)) and match[1] not in groups else argument
-        for argument in arguments
+        "++" + argument if (match := setting.match(argument)) and match[1] not in groups else argument for argument in arguments
     ]
 
 

@@ -73,16 +73,20 @@ class Transformer(nn.Module):
 def build_model(
     config: ModelConfig,
     *,
-    seed: int,
+    seed: int | None,
     device: torch.device,
     attention: AttentionBackend,
     dtype: torch.dtype,
 ) -> Transformer:
-    """A model on `device` with its initial weights; nothing is allocated twice."""
+    """A model on `device` with its initial weights, or with none (seed None) for a checkpoint to fill.
+
+    Nothing is allocated twice.
+    """
     with torch.device("meta"):
         model = Transformer(config, attention, dtype)
     model.to_empty(device=device)
-    initialize(model, seed)
+    if seed is not None:
+        initialize(model, seed)
     return model
 
 

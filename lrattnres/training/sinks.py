@@ -9,7 +9,7 @@ from hashlib import sha256
 from typing import Any, Protocol
 
 from lrattnres.config import LoggerConfig, LoggerName
-from lrattnres.training.run_folder import RunFolder
+from lrattnres.runs.folder import RunFolder
 
 Note = Callable[[str], None]
 PATIENCE = 15.0  # seconds that a network may take at the start and at the end

@@ -19,7 +19,7 @@ from lrattnres.evaluation.heldout import evaluate
 from lrattnres.evaluation.loss import window_losses
 from lrattnres.model.transformer import Transformer
 from lrattnres.optim.optimizer import MuonAdam
-from lrattnres.training.checkpoint import Checkpoint, Checkpoints, State
+from lrattnres.runs.checkpoint import Checkpoint, Checkpoints, State
 from lrattnres.training.instruments import block_norms, gradient_norm
 from lrattnres.training.signals import StopRequest
 

@@ -21,10 +21,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from lrattnres.config import LoggerConfig, LoggerName, parse
+from lrattnres.runs.folder import RunFolder
+from lrattnres.runs.metrics import MetricsError, MetricsFile
 from lrattnres.training import sinks
-from lrattnres.training.metrics import MetricsError, MetricsFile
 from lrattnres.training.progress import ProgressBar
-from lrattnres.training.run_folder import RunFolder
 from lrattnres.training.sinks import NullSink, WandbSink, build_sink, run_id
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "logger"
@@ -110,7 +110,7 @@ def test_records_that_are_none(tmp_path: Path) -> None:
 KILLED = """
 import sys
 from pathlib import Path
-from lrattnres.training.metrics import MetricsFile
+from lrattnres.runs.metrics import MetricsFile
 metrics, step = MetricsFile(Path(sys.argv[1])), 0
 while True:
     step += 1
@@ -134,7 +134,7 @@ def test_killed_while_writing(tmp_path: Path) -> None:
 FULL = """
 import resource, sys
 from pathlib import Path
-from lrattnres.training.metrics import MetricsFile
+from lrattnres.runs.metrics import MetricsFile
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
 metrics = MetricsFile(Path(sys.argv[1]))
 for step in range(100):
@@ -218,7 +218,7 @@ import sys, time
 from pathlib import Path
 from lrattnres.config import LoggerConfig, LoggerName
 from lrattnres.training import sinks
-from lrattnres.training.run_folder import RunFolder
+from lrattnres.runs.folder import RunFolder
 sinks.PATIENCE = 2.0
 notes = open(sys.argv[2], "w")
 begin = time.monotonic()

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
-from lrattnres.training.files import sync, write_atomic
+from lrattnres.runs.files import sync, write_atomic
 
 State = dict[str, dict[str, torch.Tensor]]
 

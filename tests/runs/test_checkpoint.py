@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from lrattnres.training.checkpoint import Checkpoint, CheckpointError, Checkpoints, State
+from lrattnres.runs.checkpoint import Checkpoint, CheckpointError, Checkpoints, State
 
 
 def small_state(value: float = 1.0) -> State:
@@ -245,7 +245,7 @@ def test_a_folder_under_another_name_and_another_format_are_refused(tmp_path: Pa
 KILLED = """
 import sys, torch
 from pathlib import Path
-from lrattnres.training.checkpoint import Checkpoints
+from lrattnres.runs.checkpoint import Checkpoints
 checkpoints, step = Checkpoints(Path(sys.argv[1]), keep_last=2), 0
 while True:
     step += 1
@@ -277,7 +277,7 @@ def test_killed_in_the_middle_of_a_save(tmp_path: Path) -> None:
 FULL = """
 import resource, sys, torch
 from pathlib import Path
-from lrattnres.training.checkpoint import Checkpoints, CheckpointError
+from lrattnres.runs.checkpoint import Checkpoints, CheckpointError
 resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, resource.RLIM_INFINITY))
 checkpoints = Checkpoints(Path(sys.argv[1]))
 checkpoints.save(1, {"model": {"w": torch.ones(1000)}}, {})

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from lrattnres.training.files import from_json, to_json, write_atomic
+from lrattnres.runs.files import from_json, to_json, write_atomic
 
 
 class MetricsError(Exception):

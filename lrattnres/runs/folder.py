@@ -5,6 +5,7 @@
         identity.json      fingerprints of what the settings only name: corpus, tokenizer
         environment.json   "starts": versions, revision and command line of every start
         metrics.jsonl      one JSON object a line
+        evaluation/        what eval.py measured
         checkpoints/       plots/       summary.json (once the run is finished)
 
 Every file is replaced as a whole, so what is there is complete.
@@ -22,8 +23,8 @@ from typing import IO, Any
 from omegaconf import OmegaConf
 
 from lrattnres.config import ConfigError, TrainConfig, fields_of, flatten, parse, plain
-from lrattnres.training.environment import describe_environment
-from lrattnres.training.files import from_json, to_json, write_atomic
+from lrattnres.runs.environment import describe_environment
+from lrattnres.runs.files import from_json, to_json, write_atomic
 
 LONGEST_NAME = 200  # bytes; file systems take 255, and names of files derived from it must fit too
 END = "...\n"
@@ -86,6 +87,10 @@ class RunFolder:
         """One entry for every time that the run was started or continued, the oldest first."""
         return _read_json(self.environment_path)["starts"] if self.environment_path.exists() else []
 
+    def identity(self) -> dict[str, Any]:
+        """Fingerprints of the corpus and the tokenizer that the run was started with."""
+        return _read_json(self.identity_path)
+
     def finished(self) -> dict[str, Any] | None:
         """The summary of a finished run; None while there is none."""
         return _read_json(self.summary_path) if self.summary_path.exists() else None
@@ -144,7 +149,7 @@ class RunFolder:
         ]
         if faults:
             raise RunError(f"{self.path}: the run was started with other settings:\n{_listed(faults)}\n{self._remedy()}")
-        known = _read_json(self.identity_path)
+        known = self.identity()
         faults = [
             f"the {key} changed since the run started: {known.get(key, 'none')} then, {identity.get(key, 'none')} now"
             for key in sorted(known.keys() | identity.keys())

@@ -14,9 +14,9 @@ import torch
 import yaml  # type: ignore[import-untyped]
 
 from lrattnres.config import TrainConfig, flatten, parse, plain
-from lrattnres.training import files
-from lrattnres.training.files import from_json, to_json, write_atomic
-from lrattnres.training.run_folder import RunError, RunFolder
+from lrattnres.runs import files
+from lrattnres.runs.files import from_json, to_json, write_atomic
+from lrattnres.runs.folder import RunError, RunFolder
 
 REQUIRED = {
     **{"name": "demo", "steps": 100, "global_batch": 8, "micro_batch": 4, "device": "cpu", "precision": "float32"},
@@ -157,7 +157,7 @@ def test_torn_json_is_named(tmp_path: Path, file: str) -> None:
 HOLDS = """
 import sys, time
 from pathlib import Path
-from lrattnres.training.run_folder import RunFolder
+from lrattnres.runs.folder import RunFolder
 run = RunFolder.open(RunFolder.read_config(Path(sys.argv[1])))
 print("open", flush=True)
 time.sleep(60)
@@ -197,7 +197,7 @@ def test_every_start_is_described(tmp_path: Path) -> None:
 
 
 def test_no_repository_but_our_own_counts(tmp_path: Path) -> None:
-    from lrattnres.training.environment import _git
+    from lrattnres.runs.environment import _git
 
     assert _git(tmp_path) is None
     subprocess.run(["git", "init", "-q", tmp_path], check=True)

@@ -1,0 +1,46 @@
+# `make` targets share one environment, .venv, which is renewed when pyproject.toml changes.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+TEST := $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow test-gpu check docs clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(READY) ## train a small model for a few minutes on this CPU, evaluate it, draw where it reads
+	$(BIN)/python train.py experiment=demo
+	$(BIN)/python eval.py run=runs/demo-s_lr-N4-r16 diagnostics=true
+
+test: $(READY) ## the tests, in some minutes on two cores
+	$(TEST)
+
+test-slow: $(READY) ## the tests that take longer: every variant compiled, every variant resumed
+	$(TEST) -m "slow and not gpu"
+
+test-gpu: $(READY) ## the tests that need a CUDA device
+	$(TEST) -m gpu
+
+check: $(READY) ## linter, formatter and type checker
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+docs: $(READY) ## write docs/config.md anew from the schema
+	$(BIN)/python scripts/config_reference.py docs/config.md
+
+setup: $(READY) ## only make the environment
+
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is older than 3.11; write make PYTHON=python3.11 (or newer)"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || \
+		{ echo "no venv module; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $(READY)
+
+clean: ## remove the environment and caches; runs stay
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

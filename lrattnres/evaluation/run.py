@@ -1,0 +1,133 @@
+"""Evaluation of a run folder, or of one checkpoint in it; the folder knows its configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lrattnres.checks import DTYPES, resolve_device
+from lrattnres.config import ConfigError, Device, EvalConfig, TrainConfig
+from lrattnres.data.dataset import Dataset, open_dataset
+from lrattnres.evaluation.diagnostics import diagnose
+from lrattnres.evaluation.heldout import HeldOut, evaluate
+from lrattnres.model.attention import choose_attention
+from lrattnres.model.transformer import Transformer, build_model
+from lrattnres.runs.checkpoint import Checkpoint, Checkpoints
+from lrattnres.runs.files import to_json, write_atomic
+from lrattnres.runs.folder import RunError, RunFolder
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was measured, and where it lies: `record` in `file`, `diagnostics` beside it."""
+
+    folder: RunFolder
+    step: int
+    file: Path
+    record: dict[str, Any]
+    diagnostics: dict[str, Any] | None
+
+
+def evaluate_run(config: EvalConfig) -> Evaluation:
+    """Prints and writes the held-out loss of a checkpoint, and the depth diagnostics if asked.
+
+    Raises RunError for a folder that is no run or a corpus that is not the run's, CheckpointError for a damaged
+    checkpoint, ConfigError for settings that cannot be.
+    """
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    folder, checkpoint = _find(config)
+    settings = _settings(config, RunFolder.read_config(folder.path))
+    dataset = open_dataset(settings)
+    _check_identity(folder, dataset)
+    model = _load(settings, checkpoint)
+
+    print(f"{checkpoint.path}: {model.head.weight.device}, {settings.precision.name}, attention {model.attention.name}")
+    budget = settings.evaluation
+    windows = dataset.held_out_windows(budget.tokens, budget.batch)
+    held_out = evaluate(model, windows, dataset.tokenizer, documents=settings.documents)
+    print(_sentence(held_out))
+    record = {"step": checkpoint.step, **held_out.record(), "precision": settings.precision.name}
+    record |= {"attention": model.attention.name, "device": str(model.head.weight.device)}
+    file = folder.path / "evaluation" / f"step_{checkpoint.step:06d}.json"
+    file.parent.mkdir(exist_ok=True)
+    write_atomic(file, to_json(record, indent=2) + "\n")
+
+    diagnostics = None
+    if config.diagnostics:
+        windows = dataset.held_out_windows(budget.diagnostics_tokens, budget.batch)
+        diagnostics = diagnose(model, windows, dataset.tokenizer.separator, documents=settings.documents)
+        write_atomic(file.with_suffix(".diagnostics.json"), to_json(diagnostics, indent=1) + "\n")
+    return Evaluation(folder, checkpoint.step, file, record, diagnostics)
+
+
+def _find(config: EvalConfig) -> tuple[RunFolder, Checkpoint]:
+    """`run` names a run folder, or one of the folders under its `checkpoints`."""
+    path, step = Path(config.run), config.step
+    if path.parent.name == "checkpoints" and path.name.startswith("step_"):
+        named = int(path.name.removeprefix("step_"))
+        if step not in (None, named):
+            raise ConfigError([f"step={step}: run={path} is the checkpoint of step {named}; leave step out"])
+        path, step = path.parent.parent, named
+    if not path.is_dir():
+        raise RunError(f"run={config.run}: no such folder; write run=RUNS/NAME, the folder that training left")
+    folder = RunFolder(path)
+    RunFolder.read_config(path)
+    checkpoints = Checkpoints(folder.checkpoints_path)
+    if step is not None:
+        return folder, checkpoints.at(step)
+    newest = checkpoints.newest(print)
+    if newest is None:
+        raise RunError(f"{folder.checkpoints_path}: no whole checkpoint to evaluate; train the run first")
+    return folder, newest
+
+
+def _settings(config: EvalConfig, run: TrainConfig) -> TrainConfig:
+    """The run's own settings, with what the evaluation says differently."""
+    positive = {"tokens": config.tokens, "batch": config.batch, "diagnostics_tokens": config.diagnostics_tokens}
+    faults = [f"{name}={value}: must be at least 1" for name, value in positive.items() if value is not None and value < 1]
+    if config.device is Device.cuda and not torch.cuda.is_available():
+        faults.append("device=cuda: this machine has no CUDA GPU that torch can see; write device=cpu or device=auto")
+    if faults:
+        raise ConfigError(faults)
+    budget = {name: value for name, value in positive.items() if value is not None}
+    return dataclasses.replace(
+        run,
+        evaluation=dataclasses.replace(run.evaluation, **budget),
+        data=dataclasses.replace(run.data, cache=config.cache or run.data.cache),
+        device=config.device,
+        precision=config.precision or run.precision,
+        attention=config.attention,
+    )
+
+
+def _check_identity(folder: RunFolder, dataset: Dataset) -> None:
+    known = folder.identity()
+    faults = [name for name, value in dataset.identity.items() if known.get(name) != value]
+    if faults:
+        raise RunError(
+            f"{folder.path}: the {' and the '.join(faults)} differ from what the run was trained with (another version of "
+            "the texts, or of the packages they come from); its held-out loss would not be comparable"
+        )
+
+
+def _load(settings: TrainConfig, checkpoint: Checkpoint) -> Transformer:
+    device, dtype = resolve_device(settings.device), DTYPES[settings.precision]
+    try:
+        attention = choose_attention(settings.attention.name, device, dtype, training=False)
+    except ValueError as fault:
+        raise ConfigError([str(fault)]) from fault
+    model = build_model(settings.model, seed=None, device=device, attention=attention, dtype=dtype)
+    checkpoint.load({"model": dict(model.state_dict())})
+    return model.requires_grad_(False)
+
+
+def _sentence(held_out: HeldOut) -> str:
+    return (
+        f"held-out loss {held_out.loss:.6f} nats per token, perplexity {held_out.perplexity:.4f}, "
+        f"{held_out.bits_per_byte:.6f} bits per byte, {held_out.tokens:,} tokens"
+    )
