@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -20,8 +21,7 @@ ConfigStore.instance().store(name="eval_schema", node=defaults(EvalConfig))
 
 def run(tree: DictConfig) -> bool:
     """One evaluation, printed and written into the run folder."""
-    values = OmegaConf.to_container(tree, resolve=True)
-    assert isinstance(values, dict)
+    values: Any = OmegaConf.to_container(tree, resolve=True)
     draw_diagnostics(evaluate_run(parse(EvalConfig, values)))
     return True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -22,8 +23,7 @@ ConfigStore.instance().store(name="train_schema", node=defaults(TrainConfig))
 
 def run(tree: DictConfig) -> bool:
     """One run; False if a signal stopped it."""
-    values = OmegaConf.to_container(tree, resolve=True)
-    assert isinstance(values, dict)
+    values: Any = OmegaConf.to_container(tree, resolve=True)
     named = values["name"] != "???"
     config, notes = resolve(parse(TrainConfig, values if named else values | {"name": "unnamed"}))
     if not named:

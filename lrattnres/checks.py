@@ -8,6 +8,7 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -95,7 +96,7 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
         "blocks": keys is None,
         "routing": keys is None,
     }
-    gone = {name: None for name, useless in unused.items() if useless and getattr(config.model, name) is not None}
+    gone: dict[str, Any] = {name: None for name, useless in unused.items() if useless and getattr(config.model, name) is not None}
     notes = [f"model.{name} has no meaning for model.residual={config.model.residual}: recorded as null" for name in gone]
     vocabulary = config.model.vocabulary or VOCABULARY[config.tokenizer.name]
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocabulary=vocabulary, **gone)), notes

@@ -21,7 +21,9 @@ class Source(NamedTuple):
     emitted: Tensor | None = None
 
     def plus(self, output: Source) -> Source:
-        return Source(self.value + output.value, None if self.emitted is None else self.emitted + output.emitted)
+        if self.emitted is None or output.emitted is None:
+            return Source(self.value + output.value)
+        return Source(self.value + output.value, self.emitted + output.emitted)
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,10 @@ import numpy as np
 def loss_curve(records: list[dict[str, Any]], title: str, path: Path) -> None:
     """Training loss of each logged step and held-out loss, in nats a token, from the lines of metrics.jsonl."""
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    for name, label, style in (
-        ("loss", "training", {"color": "#8fb3d9", "linewidth": 0.9}),
-        ("val_loss", "held out", {"color": "#b5402a", "marker": "o", "markersize": 4, "linewidth": 1.5}),
-    ):
+    for name, label, color, marker in (("loss", "training", "#8fb3d9", ""), ("val_loss", "held out", "#b5402a", "o")):
         points = [(record["step"], record[name]) for record in records if isinstance(record.get(name), float)]
         if points:
-            axes.plot(*zip(*points, strict=True), label=label, **style)
+            axes.plot(*zip(*points, strict=True), label=label, color=color, marker=marker, markersize=4, linewidth=1)
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
     axes.grid(alpha=0.25)
     axes.legend()
@@ -43,6 +40,9 @@ def depth_heatmap(diagnostics: dict[str, Any], title: str, path: Path) -> None:
     ceiling = np.nanpercentile(weights, 99.5)
     figure, axes = plt.subplots(figsize=(2.2 + 0.34 * len(used), 1.8 + 0.26 * len(weights)), layout="constrained")
     picture = axes.imshow(weights[1:, used], cmap="magma", vmin=0, vmax=ceiling, aspect="auto")
+    for row, column in np.argwhere(~np.isnan(weights[1:, used])) if len(used) <= 16 else ():
+        mean = weights[1 + row, used[column]]
+        axes.text(column, row, f"{mean:.2f}", ha="center", va="center", size=7, color="w" if mean < 0.6 * ceiling else "k")
     axes.set_xticks(range(len(used)), ["emb" if column == 0 else str(column) for column in used])
     axes.set_yticks(range(len(weights) - 1), [_site_name(site, len(weights) - 1) for site in range(1, len(weights))])
     axes.tick_params(labelsize=8)

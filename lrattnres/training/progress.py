@@ -21,8 +21,11 @@ SHOWN = {
 }
 
 
+PAUSE = 5.0  # seconds between plain lines; a held-out loss and the last step are always shown
+
+
 class ProgressBar:
-    """A bar on a terminal; in a file or a pipe, a line for each record that has something to show.
+    """A bar on a terminal; in a file or a pipe, a line now and then for records that have something to show.
 
     Learning rates are those of Muon and Adam; MFU is the share of the machine's peak FLOP/s.
     """
@@ -31,6 +34,7 @@ class ProgressBar:
         """`initial` of `total` steps are done already. `stream` is standard output unless given."""
         self._stream = sys.stdout if stream is None else stream
         self._total, self._initial, self._unit, self._begin = total, initial, unit, time.monotonic()
+        self._shown = -PAUSE
         self._bar: tqdm[Any] | None = None
         if _has_width(self._stream):
             self._bar = tqdm(total=total, initial=initial, unit=unit, file=self._stream, dynamic_ncols=True)
@@ -42,7 +46,8 @@ class ProgressBar:
             self._bar.update(step - self._bar.n)
             if shown:
                 self._bar.set_postfix_str(", ".join(shown))
-        elif shown:
+        elif shown and ("val_loss" in record or step == self._total or time.monotonic() - self._shown >= PAUSE):
+            self._shown = time.monotonic()
             self.note(f"{self._unit} {step:>{len(str(self._total))}}/{self._total}, {', '.join(shown)}, {self._left(step)} left")
 
     def note(self, text: str) -> None:

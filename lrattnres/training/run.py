@@ -65,6 +65,7 @@ def _train(config: TrainConfig, notes: list[str], dataset: Dataset, folder: RunF
         sink.write(record)
         bar.update(record["step"], record)
 
+    torch.manual_seed(config.seed)  # nothing draws from it today; a checkpoint carries it for whatever does
     trainer = Trainer(
         config,
         dataset,

@@ -167,6 +167,7 @@ def test_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> No
     progress.update(50, {})
     clock[0] = 200.0  # 20 of the 160 steps that were left took 100 seconds, so 140 take 700
     progress.update(60, RECORD)
+    progress.update(60, RECORD)  # too soon after a line to be one
     progress.note("saved")
     progress.update(60, {"val_loss": float("nan"), "mfu": None})
     progress.close()
