@@ -16,7 +16,7 @@ from lrattnres.runs.folder import RunError
 from lrattnres.training.signals import STOPPED
 from lrattnres.training.trainer import TrainingError
 
-FINISHED, REFUSED, DIVERGED = 0, 2, 3
+FINISHED, REFUSED, BROKEN_OFF = 0, 2, 3
 
 
 def loosened(arguments: Iterable[str], configs: Path) -> list[str]:
@@ -33,7 +33,9 @@ def loosened(arguments: Iterable[str], configs: Path) -> list[str]:
 
 
 def leave(run: Callable[[], bool]) -> None:
-    """Runs to the end and exits: 0 finished, 2 refused (nothing was done), 3 diverged, 75 stopped by a signal and saved."""
+    """Runs to the end and exits: 0 finished, 2 refused before anything was done, 3 broken off (it diverged, or the disk
+    is full), 75 stopped by a signal and saved. Anything else is a fault of ours, with its traceback, and 1.
+    """
     try:
         code = FINISHED if run() else STOPPED
     except (ConfigError, DataError, RunError, CheckpointError) as refusal:
@@ -41,8 +43,8 @@ def leave(run: Callable[[], bool]) -> None:
         print(f"{heading}{refusal}", file=sys.stderr)
         code = REFUSED
     except TrainingError as failure:
-        print(f"diverged: {failure}", file=sys.stderr)
-        code = DIVERGED
+        print(f"broken off: {failure}", file=sys.stderr)
+        code = BROKEN_OFF
     if code != FINISHED:
         sys.exit(code)
 

@@ -174,7 +174,7 @@ def test_evaluation_needs_the_folder_only_and_repeats_itself(tiny_run, tmp_path:
 def test_a_sweep_runs_what_is_missing(tiny_run, tmp_path: Path) -> None:
     settings = [setting for setting in tiny_run("steps=10", "evaluation.every=null") if setting != "name=run"]
     output = run("train.py", "-m", *settings, "model.residual=baseline,attn_res,s_lr")
-    folders = sorted((tmp_path / "runs").iterdir())
+    folders = sorted(path for path in (tmp_path / "runs").iterdir() if path.is_dir())
     assert [folder.name.split("-data")[0] for folder in folders] == ["demo-attn_res-N2", "demo-baseline", "demo-s_lr-N2-r4"]
     assert all((folder / "summary.json").exists() for folder in folders)
     assert "model.rank has no meaning for model.residual=baseline: recorded as null" in output
@@ -183,6 +183,7 @@ def test_a_sweep_runs_what_is_missing(tiny_run, tmp_path: Path) -> None:
     before = folders[2].joinpath("metrics.jsonl").stat().st_mtime_ns
     run("train.py", "-m", *settings, "model.residual=baseline,attn_res,s_lr")
     assert (folders[0] / "summary.json").exists()
+    assert {path.name for path in (tmp_path / "runs").iterdir() if path.is_file()} <= {"multirun.yaml"}
     assert folders[2].joinpath("metrics.jsonl").stat().st_mtime_ns == before
 
 

@@ -19,7 +19,7 @@ from lrattnres.evaluation.heldout import evaluate
 from lrattnres.evaluation.loss import window_losses
 from lrattnres.model.transformer import Transformer
 from lrattnres.optim.optimizer import MuonAdam
-from lrattnres.runs.checkpoint import Checkpoint, Checkpoints, State
+from lrattnres.runs.checkpoint import Checkpoint, CheckpointError, Checkpoints, State
 from lrattnres.training.instruments import block_norms, gradient_norm
 from lrattnres.training.signals import StopRequest
 
@@ -147,7 +147,10 @@ class Trainer:
             record |= evaluate(self.model, windows, self.dataset.tokenizer, documents=config.documents).record()
             self._restart_clock()
         if record:
-            self.write({"step": progress.step, "tokens": progress.tokens} | record)
+            try:
+                self.write({"step": progress.step, "tokens": progress.tokens} | record)
+            except OSError as fault:  # a full disk; without its metrics a run is not worth its while
+                raise TrainingError(f"the metrics of step {progress.step} cannot be written: {fault}") from fault
 
     def _measurements(self, result: StepResult) -> dict[str, Any]:
         values = {
@@ -195,8 +198,11 @@ class Trainer:
         }
 
     def save(self) -> None:
-        """A checkpoint of this moment."""
-        self.checkpoints.save(self.progress.step, self.state(), {"tokens": self.progress.tokens})
+        """A checkpoint of this moment. Raises TrainingError where the disk refuses it."""
+        try:
+            self.checkpoints.save(self.progress.step, self.state(), {"tokens": self.progress.tokens})
+        except CheckpointError as fault:
+            raise TrainingError(str(fault)) from fault
         self._restart_clock()
 
     def restore(self, checkpoint: Checkpoint) -> None:
