@@ -192,7 +192,10 @@ def test_faults_are_refused_before_any_data_is_touched(tmp_path: Path) -> None:
     assert all(word in output for word in ("model.rank=abc", "compile=no", "foo=1")) and "Traceback" not in output
     assert list(tmp_path.iterdir()) == []
     missing = run("train.py", "experiment=demo", "data=files", f"data.root={tmp_path}/none", f"runs={tmp_path}", code=2)
-    assert "none" in missing and "Traceback" not in missing
+    assert "none" in missing and "Traceback" not in missing and list(tmp_path.iterdir()) == []
+    (tmp_path / "one.txt").write_text("one document")
+    small = run("train.py", "experiment=demo", "data=files", f"data.root={tmp_path}/one.txt", f"runs={tmp_path}/runs", code=2)
+    assert "global_batch=16" in small and not (tmp_path / "runs").exists()
     if not torch.cuda.is_available():
         begin = time.monotonic()
         assert "experiment=demo" in run("train.py", "model.residual=s_lr", "model.rank=64", code=2)

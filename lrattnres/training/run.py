@@ -35,6 +35,7 @@ def train(config: TrainConfig, notes: list[str]) -> tuple[RunFolder, bool]:
     if config.threads:
         torch.set_num_threads(config.threads)
     dataset = open_dataset(config)
+    _try_data(dataset)
     folder = RunFolder.open(config, extra_identity=dataset.identity)
     with closing(folder):
         summary = folder.finished()
@@ -42,6 +43,12 @@ def train(config: TrainConfig, notes: list[str]) -> tuple[RunFolder, bool]:
             print(f"{folder.path}: finished at step {summary['step']}, held-out loss {summary['val_loss']:.4f}")
             return folder, True
         return folder, _train(config, notes, dataset, folder)
+
+
+def _try_data(dataset: Dataset) -> None:
+    """Raises DataError for a corpus that is too small, before there is a run folder that would remember the settings."""
+    dataset.streams()
+    next(dataset.held_out_windows(tokens=1, batch=1))
 
 
 def _train(config: TrainConfig, notes: list[str], dataset: Dataset, folder: RunFolder) -> bool:
