@@ -29,7 +29,25 @@ def tiny_model_config():
     return make
 
 
-WORDS = "the router reads what every layer wrote before it and mixes keys of few dimensions over depth".split()
+WORDS = [
+    "the",
+    "router",
+    "reads",
+    "what",
+    "every",
+    "layer",
+    "wrote",
+    "before",
+    "it",
+    "and",
+    "mixes",
+    "keys",
+    "of",
+    "few",
+    "dimensions",
+    "over",
+    "depth",
+]
 
 
 @pytest.fixture(scope="session")

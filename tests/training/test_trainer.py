@@ -125,9 +125,7 @@ def test_continuing_is_bit_exact_within_one_process(make_trainer) -> None:
 def test_held_out_loss_is_the_same_for_any_batch_and_counts_each_token_once(make_trainer) -> None:
     trainer = make_trainer()
     dataset, model = trainer.dataset, trainer.model
-    found = [
-        evaluate(model, dataset.held_out_windows(500, batch), dataset.tokenizer, documents=True) for batch in (1, 5, 16)
-    ]
+    found = [evaluate(model, dataset.held_out_windows(500, batch), dataset.tokenizer, documents=True) for batch in (1, 5, 16)]
     assert {held_out.tokens for held_out in found} == {500}
     assert len({held_out.bytes for held_out in found}) == 1
     for held_out in found[1:]:

@@ -1,0 +1,52 @@
+"""The commands and settings that the documentation shows are those of the code."""
+
+import re
+import shlex
+
+import pytest
+
+from lrattnres.checks import resolve
+from lrattnres.config import ConfigError, EvalConfig, parse
+from scripts.config_reference import reference
+from tests.paths import ROOT
+from tests.test_config import composed
+
+README = (ROOT / "README.md").read_text()
+COMMANDS = [line.split(" #")[0].strip() for line in README.splitlines() if line.startswith("python ")]
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if "train.py" in command])
+def test_every_training_command_is_possible(command: str) -> None:
+    settings = [word for word in shlex.split(command)[2:] if word != "-m"]
+    sweeps = [word for word in settings if "," in word]
+    for choice in sweeps[0].split("=")[1].split(",") if sweeps else [None]:
+        chosen = [word if word not in sweeps else f"{word.split('=')[0]}={choice}" for word in settings]
+        resolve(composed("name=x", "device=cpu", "compile=off", *chosen))
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if "eval.py" in command])
+def test_every_evaluation_command_is_possible(command: str) -> None:
+    settings = dict(word.split("=", 1) for word in shlex.split(command)[2:])
+    values = {key: value == "true" if value in ("true", "false") else value for key, value in settings.items()}
+    parse(EvalConfig, {key: int(value) if str(value).isdigit() else value for key, value in values.items()})
+
+
+def test_the_refusal_shown_is_the_refusal_given() -> None:
+    shown = re.search(r"^\$ python train\.py (.*)\n((?:.*\n)*?)```", README, re.MULTILINE)
+    with pytest.raises(ConfigError) as refusal:
+        resolve(composed("name=x", *shlex.split(shown[1])))
+    assert shown[2].strip() == f"the configuration is not possible:\n{refusal.value}"
+
+
+def test_targets_of_make_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"(?:^|`)make ([a-z-]+)", README, re.MULTILINE)) <= targets
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert (ROOT / target).exists(), target
+
+
+def test_the_reference_of_settings_is_up_to_date() -> None:
+    assert (ROOT / "docs" / "config.md").read_text() == reference(), "run `make docs`"
