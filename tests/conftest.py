@@ -29,25 +29,9 @@ def tiny_model_config():
     return make
 
 
-WORDS = [
-    "the",
-    "router",
-    "reads",
-    "what",
-    "every",
-    "layer",
-    "wrote",
-    "before",
-    "it",
-    "and",
-    "mixes",
-    "keys",
-    "of",
-    "few",
-    "dimensions",
-    "over",
-    "depth",
-]
+WORDS = tuple(
+    "the router reads what every layer wrote before it and mixes keys of few dimensions over depth".split()  # noqa: SIM905
+)
 
 
 @pytest.fixture(scope="session")

@@ -98,7 +98,7 @@ def test_too_many_bad_steps_stop_the_run_and_leave_the_last_good_checkpoint(make
     trainer = make_trainer("max_bad_steps=3", "checkpoint.every=1", "checkpoint.keep_last=1", "evaluation.every=null")
     count = iter(range(1000))
     trainer.model.head.weight.register_hook(lambda g: g * math.nan if next(count) >= 2 * 6 else g)  # two parts a step
-    with pytest.raises(TrainingError, match="3 steps in a row .* step 9"):
+    with pytest.raises(TrainingError, match=r"3 steps in a row .* step 9"):
         trainer.fit()
     assert trainer.checkpoints.steps() == [6]
     assert [record["bad_steps"] for record in trainer.records] == [0] * 6 + [1, 2, 3]
