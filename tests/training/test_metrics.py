@@ -186,8 +186,9 @@ def on_terminal(columns: int) -> str:
         progress.update(60, RECORD)
         progress.note("saved")
         progress.close()
-        assert select.select([ours], [], [], 5)[0]
-        shown = os.read(ours, 65536).decode()
+        shown = ""
+        while select.select([ours], [], [], 0.5)[0]:  # a terminal hands its text over in parts
+            shown += os.read(ours, 65536).decode()
     os.close(ours)
     return shown
 
