@@ -34,8 +34,8 @@ def train(config: TrainConfig, notes: list[str]) -> tuple[RunFolder, bool]:
     """
     if config.threads:
         torch.set_num_threads(config.threads)
-    dataset = open_dataset(config)
-    folder = RunFolder.open(config, extra_identity=dataset.identity)
+    dataset = open_dataset(config, RunFolder.pinned_listing(config))
+    folder = RunFolder.open(config, extra_identity=dataset.identity, listing=dataset.documents.listing)
     with closing(folder):
         summary = folder.finished()
         if summary is not None and not config.resume.isdigit():
@@ -47,6 +47,7 @@ def train(config: TrainConfig, notes: list[str]) -> tuple[RunFolder, bool]:
 def _train(config: TrainConfig, notes: list[str], dataset: Dataset, folder: RunFolder) -> bool:
     model, choices = _build(config)
     price = cost(config.model, model.router.variant.keys)
+    dataset.prepare_held_out()
     peak, source = peak_flops(model.head.weight.device, model.dtype)
     choices |= {"peak_flops": peak, "peak_from": source}
     folder.record_choices(choices)
@@ -160,7 +161,7 @@ def _opening(
         "run": folder.path,
         "residual": f"{depth}: {price.added_percent:.4f}% more compute than the plain core",
         "model": f"{router.layers} blocks of width {router.dim}, {parameters:,} parameters",
-        "data": f"{dataset.corpus.description}; {len(dataset.training):,} to train, {len(dataset.held_out):,} held out",
+        "data": dataset.description,
         "batch": f"{config.global_batch} x {router.context} tokens a step, {config.steps:,} steps",
         "machine": ", ".join(f"{name} {value}" for name, value in choices.items() if not name.startswith("peak")),
         "peak": f"{choices['peak_flops'] / 1e12:.3g} TFLOP/s ({choices['peak_from']})",
