@@ -10,7 +10,7 @@ import hashlib
 import warnings
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from lrattnres.data.errors import DataError
 from lrattnres.data.order import held_out_order
 from lrattnres.data.packing import IGNORE
 from lrattnres.data.shards import Shard, token_dtype, write_shard
+from lrattnres.data.stores import ReadingPool
 from lrattnres.data.tokenizers import Tokenizer
 
 
@@ -39,7 +40,7 @@ def held_out_documents(documents: Documents, holdout: float, workers: int = 0) -
         for number in groups:
             yield from search(number)
         return
-    pool = ThreadPoolExecutor(workers)
+    pool = ReadingPool(workers)
     waiting: deque[Future[list[tuple[int, np.ndarray]]]] = deque()
     try:
         for number in groups:
@@ -49,7 +50,7 @@ def held_out_documents(documents: Documents, holdout: float, workers: int = 0) -
         for future in waiting:
             yield from future.result()
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        pool.stop()
 
 
 def held_out_windows(parts: Iterator[np.ndarray], *, context: int, tokens: int, batch: int) -> Iterator[torch.Tensor]:

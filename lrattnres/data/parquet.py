@@ -6,7 +6,6 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -17,7 +16,7 @@ from tqdm import tqdm
 
 from lrattnres.data.errors import DataError, UnreadableError
 from lrattnres.data.listing import File, Listing
-from lrattnres.data.stores import LISTING_THREADS, Patient, RangeFile
+from lrattnres.data.stores import LISTING_THREADS, Patient, RangeFile, ReadingPool
 from lrattnres.data.text import bytes_hash
 
 SCORE = "score"
@@ -75,8 +74,9 @@ class ParquetCorpus:
         columns = [self._column] if self._min_score is None else [self._column, SCORE]
         try:
             with RangeFile(self._store, file.path, file.bytes) as source:
-                opened = parquet.ParquetFile(source, metadata=self._footer(file), pre_buffer=True)
-                table = opened.read_row_group(index, columns=columns)
+                opened = parquet.ParquetFile(source, metadata=self._footer(file), page_checksum_verification=True)
+                # In this thread, one read a column: Arrow's own threads would not know when the pool is stopped.
+                table = opened.read_row_group(index, columns=columns, use_threads=False)
             return ParquetTexts(self.place(number, 0).rpartition(",")[0], table, self._column, self._min_score)
         except (pa.ArrowException, OSError) as error:
             raise UnreadableError(f"{self.place(number, 0)}: damaged, or not the file that was listed ({error})") from error
@@ -140,9 +140,12 @@ def list_corpus(store: Patient, *, column: str, scored: bool, max_files: int | N
     foreign = [file.path for file in files if "ultrafineweb_zh/" in f"{store.root}/{file.path}"]
     if foreign:
         raise DataError(f"data.root={store.root}: {foreign[0]} is not of the English part; write its folder: data.root=…_en")
-    with ThreadPoolExecutor(LISTING_THREADS) as pool:
+    pool = ReadingPool(LISTING_THREADS)
+    try:
         read = pool.map(lambda file: _described(store, file, column, scored), files[:max_files])
         described = tuple(tqdm(read, "listing", len(files[:max_files]), unit=" files", leave=False, disable=None))
+    finally:
+        pool.stop()
     return Listing(store.root, store.revision, described)
 
 

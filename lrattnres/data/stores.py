@@ -65,9 +65,12 @@ class Folder:
         try:
             with (self._path / path).open("rb", buffering=0) as file:
                 file.seek(start)
-                return b"".join(iter(lambda: file.read(length - file.tell() + start), b""))
+                content = b"".join(iter(lambda: file.read(length - file.tell() + start), b""))
         except (FileNotFoundError, PermissionError) as error:
             raise Refused(str(error)) from error
+        if len(content) < length:
+            raise Refused(f"it ends after {start + len(content):,} bytes, where {start + length:,} belong")
+        return content
 
 
 class Web:
@@ -229,6 +232,7 @@ class Patient:
     def _tried(self, read: Callable[[], T], place: str) -> T:
         begin = time.monotonic()
         for number in range(self._retries + 1):
+            _pause(min(LONGEST_PAUSE, 2.0 ** (number - 1)) if number else 0.0)
             try:
                 return read()
             except Refused as refusal:
@@ -237,13 +241,24 @@ class Patient:
                 raise
             except Exception as error:  # each library has its own for a network that fails
                 fault = error
-            if number < self._retries:
-                _pause(min(LONGEST_PAUSE, 2.0**number))
         raise UnreadableError(
             f"{place}: unreadable after {self._retries + 1} tries in {time.monotonic() - begin:.0f} s, the last one: "
             f"{type(fault).__name__}: {fault}; data.retries and data.timeout give it longer, data.skip_unreadable=true "
             "passes over what stays unreadable"
         ) from fault
+
+
+class ReadingPool(ThreadPoolExecutor):
+    """Threads that give up what they read when the pool is stopped: else a process could not end before its last try."""
+
+    def __init__(self, threads: int):
+        self._stopped = threading.Event()
+        super().__init__(threads, "data", _heed, (self._stopped,))
+
+    def stop(self) -> None:
+        """Drops what was submitted. Does not wait."""
+        self._stopped.set()
+        self.shutdown(wait=False, cancel_futures=True)
 
 
 class RangeFile(io.RawIOBase):
@@ -274,6 +289,21 @@ class RangeFile(io.RawIOBase):
         return content
 
 
+_here = threading.local()
+
+
+def _heed(stopped: threading.Event) -> None:
+    _here.stopped = stopped
+
+
+def _pause(seconds: float) -> None:
+    """Waits, but not on when the pool of this thread is stopped: nobody waits for its answer then."""
+    if not hasattr(_here, "stopped"):
+        time.sleep(seconds)
+    elif _here.stopped.wait(seconds):
+        raise UnreadableError("reading was stopped")
+
+
 STORES: dict[str, Callable[[str, float], Store]] = {"": Folder, "http": Web, "https": Web, "hf": Hub}
 
 
@@ -298,12 +328,3 @@ class _Links(HTMLParser):
 
 def _sorted(files: list[File]) -> list[File]:
     return sorted(files, key=lambda file: file.path)
-
-
-def _pause(seconds: float) -> None:
-    """Sleeps, but not on when the process ends: nobody waits for the answer then."""
-    until = time.monotonic() + seconds
-    while (left := until - time.monotonic()) > 0:
-        if not threading.main_thread().is_alive():
-            raise UnreadableError("the process ends")
-        time.sleep(min(left, 0.2))

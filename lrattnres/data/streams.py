@@ -10,7 +10,6 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -20,6 +19,7 @@ import torch
 from lrattnres.data.documents import Documents, held_out
 from lrattnres.data.errors import DataError, UnreadableError
 from lrattnres.data.order import Order
+from lrattnres.data.stores import ReadingPool
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -149,7 +149,7 @@ class TrainStreams:
         self._new = lambda number: _Stream(number, documents, order, holdout, skip_unreadable)
         self._workers, self._ahead = workers, ahead if workers else 1
         self._streams: list[_Stream] = []
-        self._pools: list[ThreadPoolExecutor] = []
+        self._pools: list[ReadingPool] = []
         self._batches: deque[list[Callable[[], tuple[np.ndarray, Place]]]] = deque()
         self._places: list[Place] = []
         self._begin([Place()] * len(self.owned))
@@ -193,14 +193,14 @@ class TrainStreams:
     def close(self) -> None:
         """Stops reading ahead. The state stays, and the next batch goes on from it."""
         for pool in self._pools:
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.stop()
         self._streams, self._pools = [], []
         self._batches.clear()
 
     def _begin(self, places: list[Place]) -> None:
         """Builds the streams anew: a thread that still reads for the old ones disturbs nobody."""
         self.close()
-        self._pools = [ThreadPoolExecutor(1, f"data-{number}") for number in range(min(self._workers, len(self.owned)))]
+        self._pools = [ReadingPool(1) for _ in range(min(self._workers, len(self.owned)))]
         self._streams = [self._new(number) for number in self.owned]
         started = self._each(_Stream.begin, places)
         try:

@@ -6,6 +6,7 @@ import fcntl
 import json
 import multiprocessing
 import os
+import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -58,6 +59,7 @@ def tokenize_corpus(config: TokenizeConfig) -> Report:
     out.mkdir(parents=True, exist_ok=True)
     with _alone(out):
         _continue(out, plan)
+        begin = time.monotonic()
         runs = split_groups(corpus.sizes, config.shard_mb * MIB)
         bar = tqdm(desc=f"tokenizing {out}", total=int(corpus.sizes.sum()), unit="B", unit_scale=True, disable=None)
         with bar:
@@ -66,8 +68,8 @@ def tokenize_corpus(config: TokenizeConfig) -> Report:
             if path.name not in {entry.name for entry in entries}:
                 path.unlink()
         _write_json(out / INDEX, plan | {"listing": corpus.listing, "shards": [asdict(entry) for entry in entries]})
+    seconds = time.monotonic() - begin
     documents = sum(int((np.diff(Shard(out / entry.name).offsets) > 0).sum()) for entry in entries)
-    seconds = bar.format_dict["elapsed"]
     return Report(len(entries), documents, sum(entry.tokens for entry in entries), written, seconds)
 
 
@@ -86,7 +88,7 @@ def _write_all(
     config: TokenizeConfig, out: Path, corpus: Corpus, runs: list[range], plan: dict[str, Any], bar: tqdm[Any]
 ) -> tuple[list[Entry], int]:
     """The shards in order until they hold `max_tokens`, and the tokens that were written by this call."""
-    entries, written, budget = list[Entry](), 0, config.data.max_tokens
+    begin, entries, written, budget = time.monotonic(), list[Entry](), 0, config.data.max_tokens
     waiting: deque[tuple[range, bool, Future[Entry]]] = deque()
     pending = iter(enumerate(runs))
     spawn = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
@@ -104,7 +106,7 @@ def _write_all(
                 entries.append(future.result())
                 written += entries[-1].tokens if new else 0
                 bar.update(int(corpus.sizes[groups.start : groups.stop].sum()))
-                bar.set_postfix_str(f"{written / max(bar.format_dict['elapsed'], 1e-9):,.0f} tokens/s")
+                bar.set_postfix_str(f"{written / (time.monotonic() - begin):,.0f} tokens/s")
         except BrokenProcessPool as error:
             raise DataError(f"{out}: a worker was killed, for want of memory perhaps; the same command continues") from error
         finally:
