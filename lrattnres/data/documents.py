@@ -85,6 +85,7 @@ class EncodedCorpus:
 
     def __init__(self, corpus: Corpus, tokenizer: Tokenizer):
         self.corpus, self.tokenizer = corpus, tokenizer
+        self.opening = np.array([tokenizer.separator], dtype=np.int32)
         self.rows, self.sizes, self.streamed = corpus.rows, corpus.sizes, corpus.streamed
         self.fingerprint, self.description, self.listing = corpus.fingerprint, corpus.description, corpus.listing
 
@@ -100,7 +101,7 @@ class _EncodedGroup:
     def tokens(self, row: int) -> np.ndarray:
         text, tokenizer = self._texts.text(row), self._documents.tokenizer
         try:
-            return np.concatenate([np.array([tokenizer.separator], dtype=np.int32), tokenizer.encode(text)])
+            return np.concatenate([self._documents.opening, tokenizer.encode(text)])
         except Exception as error:
             raise DataError(
                 f"{self._documents.corpus.place(self._number, row)}: {tokenizer.name} cannot encode its {len(text):,} "

@@ -13,7 +13,7 @@ def clean(text: str) -> str:
 
     JSON escapes and string literals of Python can name half a surrogate pair. Neither UTF-8 nor Arrow has a place for it.
     """
-    return _SURROGATE.sub("\ufffd", text)
+    return text if text.isascii() else _SURROGATE.sub("\ufffd", text)
 
 
 def content_hash(text: str) -> int:
