@@ -97,8 +97,14 @@ def _ultra_fineweb(config: DataConfig, pinned: Mapping[str, Any] | None) -> Parq
     root = config.root or ULTRA_FINEWEB
     revision = config.revision or (pinned["revision"] if pinned else None)
     store = open_store(root, timeout=config.timeout, retries=config.retries, revision=revision)
-    scored = config.min_score is not None
-    listing = list_corpus(store, column=config.column, scored=scored, max_files=config.max_files, pinned=pinned)
+    listing = list_corpus(
+        store,
+        column=config.column,
+        scored=config.min_score is not None,
+        max_files=config.max_files,
+        pinned=pinned,
+        skip_unreadable=config.skip_unreadable,
+    )
     return ParquetCorpus(config.corpus.name, store, listing, column=config.column, min_score=config.min_score)
 
 

@@ -59,7 +59,10 @@ class Dataset(NamedTuple):
         return held_out_windows(self._held_out(tokens), context=self.config.model.context, tokens=tokens, batch=batch)
 
     def prepare_held_out(self) -> None:
-        """Searches a streamed corpus for its held-out documents, now and not in the middle of training."""
+        """Searches a streamed corpus for its held-out documents, now and not in the middle of training.
+
+        Raises UnreadableError even where training passes over what is unreadable: the held-out set has no gaps.
+        """
         evaluation = self.config.evaluation
         if self.documents.streamed:
             self._held_out(max(evaluation.tokens, evaluation.diagnostics_tokens))

@@ -128,13 +128,16 @@ class ParquetTexts:
             yield bytes_hash(view[offsets[row] : offsets[row + 1]])
 
 
-def list_corpus(store: Patient, *, column: str, scored: bool, max_files: int | None, pinned: Mapping[str, Any] | None) -> Listing:
+def list_corpus(
+    store: Patient, *, column: str, scored: bool, max_files: int | None, pinned: Mapping[str, Any] | None, skip_unreadable: bool
+) -> Listing:
     """Every file with its row groups; the footers are read by some threads at once.
 
-    What a run has pinned of a revision of the hub cannot have changed, and is taken as it is.
+    What a run has pinned is taken as it is where it is of a revision of the hub, which cannot change, and where a run
+    goes on without what it cannot read: a file that is gone or changed is found out, and counted, when its turn comes.
     """
     known = Listing.read(pinned) if pinned else None
-    if known is not None and known.revision is not None and known.root == store.root:
+    if known is not None and known.root == store.root and (known.revision is not None or skip_unreadable):
         return known
     files = store.files()
     foreign = [file.path for file in files if "ultrafineweb_zh/" in f"{store.root}/{file.path}"]
