@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -109,23 +109,22 @@ class ParquetTexts:
         if min_score is not None:
             scores = table[SCORE].cast(pa.float64()).to_numpy()  # null becomes nan
             self.present &= np.nan_to_num(scores, nan=-np.inf) >= min_score
+        _, ends, content = self._texts.buffers()
+        self._offsets = np.frombuffer(ends, dtype=np.int64)[self._texts.offset :] if len(lengths) else np.zeros(1, np.int64)
+        self._content = memoryview(content if content is not None else b"")
         self.hashes = np.zeros(len(lengths), dtype=np.uint64)
         rows = np.flatnonzero(self.present)
-        self.hashes[rows] = np.fromiter(self._hashed(rows.tolist()), dtype=np.uint64, count=len(rows))
+        self.hashes[rows] = np.fromiter((bytes_hash(self._bytes(row)) for row in rows.tolist()), dtype=np.uint64, count=len(rows))
 
     def text(self, row: int) -> str:
         """Raises DataError for bytes that are not UTF-8."""
         try:
-            return self._texts[row].as_py()
+            return str(self._bytes(row), "utf-8")
         except UnicodeDecodeError as error:
             raise DataError(f"{self._place}, row {row}: not UTF-8 ({error}); take it out of the corpus") from error
 
-    def _hashed(self, rows: list[int]) -> Iterator[int]:
-        _, ends, content = self._texts.buffers()
-        offsets = np.frombuffer(ends, dtype=np.int64)[self._texts.offset :]
-        view = memoryview(content) if content is not None else memoryview(b"")
-        for row in rows:
-            yield bytes_hash(view[offsets[row] : offsets[row + 1]])
+    def _bytes(self, row: int) -> memoryview:
+        return self._content[self._offsets[row] : self._offsets[row + 1]]
 
 
 def list_corpus(

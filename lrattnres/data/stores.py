@@ -35,6 +35,10 @@ class Refused(Exception):
     """An answer that no further try will change."""
 
 
+class StoppedError(DataError):
+    """Nobody waits for the answer any more. Not an UnreadableError: nothing is passed over for it."""
+
+
 class Store(Protocol):
     root: str
     revision: str | None
@@ -301,7 +305,7 @@ def _pause(seconds: float) -> None:
     if not hasattr(_here, "stopped"):
         time.sleep(seconds)
     elif _here.stopped.wait(seconds):
-        raise UnreadableError("reading was stopped")
+        raise StoppedError("reading was stopped")
 
 
 STORES: dict[str, Callable[[str, float], Store]] = {"": Folder, "http": Web, "https": Web, "hf": Hub}

@@ -126,10 +126,11 @@ def test_what_stays_unreadable_is_named_or_skipped_and_counted(folder, impatient
             opened(f"{server.address}/none")
 
 
-def test_a_process_does_not_wait_for_tries_that_nobody_needs(folder):
-    """A reader in a pause of a minute lets go at once when the streams are closed."""
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_process_does_not_wait_for_tries_that_nobody_needs(folder, skip):
+    """A reader in a pause of a minute lets go at once when the streams are closed, and does not skip on and on."""
     with serving(folder.parent) as server:
-        streams = streams_of(opened(f"{server.address}/en", retries=50), workers=2, ahead=4)
+        streams = streams_of(opened(f"{server.address}/en", retries=50), workers=2, ahead=4, skip_unreadable=skip)
         streams.next_batch()
         server.broken = {path.name for path in folder.rglob("*.parquet")}
         threads = [thread for thread in threading.enumerate() if thread.name.startswith("data")]
@@ -176,6 +177,17 @@ def test_a_changed_corpus_says_what_differs(folder):
         before.group(2)
     with pytest.raises(UnreadableError, match=r"part-0\.parquet: refused"):
         before.group(1)
+
+
+def test_a_file_replaced_in_the_middle_of_a_run_is_noticed(folder):
+    """Even one of the same size: its footer is not the one that was listed."""
+    documents = opened(folder)
+    path = folder / "part-4.parquet"
+    changed = path.read_bytes().replace(b"parquet-cpp-arrow", b"parquet-cpp-arroW")
+    assert changed != path.read_bytes()
+    path.write_bytes(changed)
+    with pytest.raises(UnreadableError, match=r"part-4\.parquet: is not the file any more"):
+        documents.group(len(documents.rows) - 1)
 
 
 def test_scores_files_and_columns(folder, tmp_path):
