@@ -16,10 +16,12 @@ from lrattnres.config import (
     Compile,
     ConfigError,
     CorpusName,
+    DataConfig,
     Device,
     LoggerName,
     Orthogonalizer,
     Precision,
+    TokenizeConfig,
     TrainConfig,
     flatten,
     plain,
@@ -68,6 +70,13 @@ BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "evaluation.tokens": (1, None),
     "evaluation.batch": (1, None),
     "evaluation.diagnostics_tokens": (1, None),
+    "data.max_files": (1, None),
+    "data.max_tokens": (1, None),
+    "data.workers": (0, 256),
+    "data.ahead": (1, None),
+    "data.memory": (0, None),
+    "data.timeout": (0.001, None),
+    "data.retries": (0, 100),
     "instruments.log": (1, None),
     "instruments.gradients": (1, None),
     "instruments.depth": (1, None),
@@ -103,9 +112,12 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
 
 
 def _bounds(config: TrainConfig) -> Iterator[str]:
-    values = flatten(plain(config))
-    for key, (low, high) in BOUNDS.items():
-        value = values[key]
+    yield from _limits(flatten(plain(config)), BOUNDS)
+
+
+def _limits(values: dict[str, Any], bounds: dict[str, tuple[float | None, float | None]]) -> Iterator[str]:
+    for key, (low, high) in bounds.items():
+        value = values.get(key)
         if value is not None and not ((low is None or value >= low) and (high is None or value <= high)):
             limits = f"between {low} and {high}" if high is not None and low is not None else f"at least {low}"
             yield f"{key}={value}: must be {limits}"
@@ -170,12 +182,45 @@ def _data(config: TrainConfig) -> Iterator[str]:
     data = config.data
     if not 0 < data.holdout < 1:
         yield f"data.holdout={data.holdout}: must lie between 0 and 1, both excluded, such as 0.05"
-    if data.corpus is CorpusName.files and data.root is None:
-        yield "data.root=null: data=files needs your texts; write data.root=FILE, FOLDER or a quoted glob"
-    if data.corpus is CorpusName.docstrings and data.root is not None:
-        yield f"data.root={data.root}: the docstrings corpus reads the installed Python; write data=files for your own texts"
+    yield from data_faults(data)
+    if data.max_tokens is not None and data.corpus is not CorpusName.tokens:
+        yield f"data.max_tokens={data.max_tokens}: only shards know their tokens; write data.max_files=…, or data=tokens"
     if config.resume not in ("auto", "none") and not config.resume.isdigit():
         yield f"resume={config.resume}: must be auto, none or the step of a checkpoint"
+
+
+def data_faults(data: DataConfig) -> Iterator[str]:
+    """What the chosen corpus has no use for, or lacks."""
+    name, missing = data.corpus, "write data.root=FILE, FOLDER or a quoted glob"
+    if name is CorpusName.files and data.root is None:
+        yield f"data.root=null: data=files needs your texts; {missing}"
+    if name is CorpusName.tokens and data.root is None:
+        yield "data.root=null: data=tokens needs a folder of shards; write data.root=FOLDER, made by scripts/tokenize_corpus.py"
+    if name is CorpusName.docstrings and data.root is not None:
+        yield f"data.root={data.root}: the docstrings corpus reads the installed Python; write data=files for your own texts"
+    hub = name is CorpusName.ultra_fineweb and (data.root is None or data.root.startswith("hf://"))
+    if data.revision is not None and not hub:
+        yield f"data.revision={data.revision}: only the hub has revisions; write null, or data=ultra_fineweb data.root=null"
+    if name is not CorpusName.ultra_fineweb:
+        for key in ("min_score", "max_files"):
+            if getattr(data, key) is not None:
+                said = "; it was decided when the corpus was tokenized" if name is CorpusName.tokens else ""
+                yield f"data.{key}={getattr(data, key)}: data={name.name} has no use for it{said}; write null"
+    elif data.deduplicate:
+        yield "data.deduplicate=true: needs the hashes of all texts; run scripts/tokenize_corpus.py, then write data=tokens"
+
+
+def resolve_tokenize(config: TokenizeConfig) -> TokenizeConfig:
+    """The same configuration. Raises ConfigError with every fault."""
+    faults = list(_limits(flatten(plain(config)), BOUNDS | {"workers": (1, 4096), "shard_mb": (1, None)}))
+    if config.data.corpus is CorpusName.tokens:
+        faults.append("data.corpus=tokens: is tokenized already; write data=ultra_fineweb, data=files or data=docstrings")
+    if config.data.skip_unreadable:
+        faults.append("data.skip_unreadable=true: shards without a gap or none; restore the file, or take it out of data.root")
+    faults += data_faults(config.data)
+    if faults:
+        raise ConfigError(faults)
+    return config
 
 
 def _machine(config: TrainConfig) -> Iterator[str]:

@@ -44,6 +44,7 @@ class CorpusName(Enum):
     docstrings = "docstrings"
     files = "files"
     ultra_fineweb = "ultra_fineweb"
+    tokens = "tokens"
 
 
 class TokenizerName(Enum):
@@ -106,12 +107,32 @@ class ModelConfig:
 @dataclass
 class DataConfig:
     corpus: CorpusName = option("which corpus is read")
-    root: str | None = option("where it lies: a file, folder or glob (files), a folder or URL (ultra_fineweb)", None)
+    root: str | None = option(
+        "where it lies: a file, folder or glob (files); a folder, http(s)://, s3:// or hf:// prefix (ultra_fineweb; null: the "
+        "hub); a folder of shards (tokens)",
+        None,
+    )
+    revision: str | None = option("git revision of the hub's data set; null: the newest, kept for the whole run", None)
     column: str = option("name of the text column or JSON key", "text")
     holdout: float = option("share of documents held out, chosen by a hash of their content, between 0 and 1")
-    cache: str | None = option(
-        "folder for prepared corpora; null: $XDG_CACHE_HOME/lrattnres or ~/.cache/lrattnres", None, may_change=True
+    min_score: float | None = option("least value of the column `score` (ultra_fineweb); null: every row", None)
+    max_files: int | None = option("only the first files of the listing (ultra_fineweb); null: all", None)
+    max_tokens: int | None = option(
+        "token budget: the first groups that hold this many (tokens, scripts/tokenize_corpus.py); null: all", None
     )
+    deduplicate: bool = option("leave out later copies of a text (docstrings, files, tokens)", False)
+    cache: str | None = option(
+        "folder for prepared corpora and held-out tokens; null: $XDG_CACHE_HOME/lrattnres or ~/.cache/lrattnres",
+        None,
+        may_change=True,
+    )
+    workers: int = option("threads that read and tokenize ahead; 0: in the training thread", 2, may_change=True)
+    ahead: int = option("batches that they keep ready", 8, may_change=True)
+    memory: float = option("GiB that the row groups of a streamed corpus may take", 32.0, may_change=True)
+    timeout: float = option("seconds without an answer after which a remote read is tried again", 30.0, may_change=True)
+    retries: int = option("further tries of a read, each after twice the pause (1, 2, 4 … 60 s)", 8, may_change=True)
+    # May change although the data depend on it: a run that stopped at a broken file must be able to go on. It is counted.
+    skip_unreadable: bool = option("pass over row groups that stay unreadable, and count them", False, may_change=True)
 
 
 @dataclass
@@ -213,6 +234,15 @@ class EvalConfig:
     attention: AttentionBackend = option("attention kernel", AttentionBackend.auto)
     threads: int | None = option("CPU threads; null: torch's choice", None)
     cache: str | None = option("folder for prepared corpora; null: as the run has it", None)
+
+
+@dataclass
+class TokenizeConfig:
+    out: str = option("folder of the shards; one that was left unfinished is continued")
+    workers: int = option("processes that tokenize", 1)
+    shard_mb: int = option("MiB of text in a shard, at least", 256)
+    data: DataConfig = option("the corpus", DataConfig)
+    tokenizer: TokenizerConfig = option("the tokenizer", TokenizerConfig)
 
 
 def defaults(schema: type) -> dict[str, Any]:

@@ -9,14 +9,14 @@ from hashlib import blake2b
 from pathlib import Path
 
 from lrattnres.config import ConfigError, TrainConfig, fields_of
-from lrattnres.data.errors import DataError
+from lrattnres.data.errors import DataError, UnreadableError
 from lrattnres.depth.router import VARIANTS
 from lrattnres.runs.checkpoint import CheckpointError
 from lrattnres.runs.folder import RunError
 from lrattnres.training.signals import STOPPED
 from lrattnres.training.trainer import TrainingError
 
-FINISHED, REFUSED, BROKEN_OFF = 0, 2, 3
+FINISHED, REFUSED, BROKEN_OFF, UNREADABLE = 0, 2, 3, 74  # 74: EX_IOERR
 
 
 def loosened(arguments: Iterable[str], configs: Path) -> list[str]:
@@ -33,11 +33,16 @@ def loosened(arguments: Iterable[str], configs: Path) -> list[str]:
 
 
 def leave(run: Callable[[], bool]) -> None:
-    """Runs to the end and exits: 0 finished, 2 refused before anything was done, 3 broken off (it diverged, or the disk
-    is full), 75 stopped by a signal and saved. Anything else is a fault of ours, with its traceback, and 1.
+    """Runs to the end and exits.
+
+    0 finished, 2 refused before anything was done, 3 broken off (it diverged, or the disk is full), 74 data became
+    unreadable (saved), 75 stopped by a signal (saved). Anything else is a fault of ours, with its traceback, and 1.
     """
     try:
         code = FINISHED if run() else STOPPED
+    except UnreadableError as failure:
+        print(f"unreadable: {failure}", file=sys.stderr)
+        code = UNREADABLE
     except (ConfigError, DataError, RunError, CheckpointError) as refusal:
         heading = "the configuration is not possible:\n" if isinstance(refusal, ConfigError) else "refused: "
         print(f"{heading}{refusal}", file=sys.stderr)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from omegaconf import MISSING
 
-from lrattnres.config import EvalConfig, TrainConfig, defaults, expected, fields_of, flatten
+from lrattnres.config import EvalConfig, TokenizeConfig, TrainConfig, defaults, expected, fields_of, flatten
 
 
 def table(schema: type) -> str:
@@ -37,6 +37,10 @@ marked * may change when a run is continued; with any other change the run folde
 ## eval.py
 
 {table(EvalConfig)}
+
+## scripts/tokenize_corpus.py
+
+{table(TokenizeConfig)}
 """
 
 

@@ -9,7 +9,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from lrattnres.checks import BOUNDS, resolve
-from lrattnres.config import ConfigError, EvalConfig, TrainConfig, defaults, fields_of, flatten, parse, plain
+from lrattnres.config import ConfigError, EvalConfig, TokenizeConfig, TrainConfig, defaults, fields_of, flatten, parse, plain
 from lrattnres.depth.router import VARIANTS
 from lrattnres.entry import loosened, run_name
 from tests.paths import CONFIGS
@@ -59,6 +59,11 @@ def faults(*overrides: str) -> list[str]:
         ("data.holdout=0", ["data.holdout=0", "between 0 and 1"]),
         ("data.root=x", ["data.root=x", "data=files"]),
         ("data=files", ["data.root=null", "write data.root="]),
+        ("data=tokens", ["data.root=null", "scripts/tokenize_corpus.py"]),
+        ("data.min_score=0.5", ["data.min_score=0.5", "docstrings", "null"]),
+        ("data.max_tokens=5", ["data.max_tokens=5", "data=tokens"]),
+        ("data.revision=main", ["data.revision=main", "only the hub"]),
+        ("data.workers=-1", ["data.workers=-1", "between 0 and 256"]),
         ("resume=last", ["resume=last", "auto, none"]),
         ("seed=-1", ["seed=-1", "between 0 and"]),
         ("steps=0", ["steps=0", "at least 1"]),
@@ -126,7 +131,7 @@ def test_every_variant_composes_and_records_what_it_uses(residual: str) -> None:
 def test_every_shipped_choice_is_possible(group: str, tmp_path) -> None:
     (tmp_path / "a.txt").write_text("text")
     for file in sorted((CONFIGS / group).glob("*.yaml")):
-        extra = [f"data.root={tmp_path}"] if file.stem == "files" else []
+        extra = [f"data.root={tmp_path}"] if file.stem in ("files", "tokens") else []
         if group == "tokenizer" or group == "data":
             extra.append("model.vocabulary=null")
         resolve(composed("name=x", "device=cpu", f"{group}={file.stem}", *extra, "optimizer.warmup=2", "compile=off",
@@ -134,7 +139,7 @@ def test_every_shipped_choice_is_possible(group: str, tmp_path) -> None:
 
 
 def test_every_field_is_documented_and_bounds_exist() -> None:
-    for schema in (TrainConfig, EvalConfig):
+    for schema in (TrainConfig, EvalConfig, TokenizeConfig):
         for key, (_, metadata) in fields_of(schema).items():
             assert len(metadata["help"]) > 8, key
     assert set(BOUNDS) <= set(fields_of(TrainConfig))

@@ -1,46 +1,59 @@
-"""The corpora by name, and which of their documents are held out."""
+"""The corpora by name."""
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Protocol
-
-import numpy as np
+from typing import Any
 
 from lrattnres.config import CorpusName, DataConfig
+from lrattnres.data.bins import BinTokens
 from lrattnres.data.docstrings import SHORTEST, installed_sources, read_docstrings
+from lrattnres.data.documents import Corpus, Documents, EncodedCorpus
 from lrattnres.data.errors import DataError
+from lrattnres.data.parquet import ParquetCorpus, list_corpus
 from lrattnres.data.prepared import Source, open_prepared
 from lrattnres.data.readers import find_files, read_file
+from lrattnres.data.shards import INDEX, TokenShards
+from lrattnres.data.stores import open_store
+from lrattnres.data.tokenizers import Tokenizer
+
+ULTRA_FINEWEB = "hf://datasets/openbmb/Ultra-FineWeb/data/ultrafineweb_en"
 
 
-class Corpus(Protocol):
-    """Documents by index, none of them empty. Corpora with the same `fingerprint` hold the same documents in the same order."""
+def open_documents(config: DataConfig, tokenizer: Tokenizer, pinned: Mapping[str, Any] | None = None) -> Documents:
+    """What `data` describes, as tokens.
 
-    @property
-    def fingerprint(self) -> str: ...
-    @property
-    def description(self) -> str:
-        """One line for people: documents, megabytes, skipped rows."""
-
-    @property
-    def hashes(self) -> np.ndarray:
-        """uint64 [documents]: `content_hash` of each text."""
-
-    def __len__(self) -> int: ...
-    def text(self, index: int) -> str: ...
-
-
-def open_corpus(config: DataConfig) -> Corpus:
-    """The corpus that `data` describes. The first call prepares it in the cache folder; later ones only open it.
-
-    Where many processes start together, let one of them call first. Raises DataError with the key or file at fault.
+    `pinned`: the listing that a run took of its corpus when it started, if it has one. Raises DataError with the key or
+    file at fault.
     """
-    return open_prepared(_SOURCES[config.corpus](config), cache_folder(config.cache))
+    if config.corpus is not CorpusName.tokens:
+        return EncodedCorpus(open_corpus(config, pinned), tokenizer)
+    root = Path(config.root or "").expanduser()
+    if not (root / INDEX).exists() and any(root.glob("*.bin")):
+        if config.max_tokens is not None or config.deduplicate:
+            raise DataError(f"data.root={root}: headerless .bin files know no data.max_tokens and no data.deduplicate")
+        return BinTokens(root, tokenizer)
+    return TokenShards(root, tokenizer, max_tokens=config.max_tokens, deduplicate=config.deduplicate)
+
+
+def open_corpus(config: DataConfig, pinned: Mapping[str, Any] | None = None) -> Corpus:
+    """The texts that `data` describes.
+
+    Docstrings and files are prepared in the cache folder by the first call; later ones only open it. Where many
+    processes start together, let one of them call first. Raises DataError with the key or file at fault.
+    """
+    if config.corpus is CorpusName.tokens:
+        raise DataError("data.corpus=tokens: has no texts; write data=ultra_fineweb, data=files or data=docstrings")
+    if config.corpus is CorpusName.ultra_fineweb:
+        return _ultra_fineweb(config, pinned)
+    corpus = open_prepared(_SOURCES[config.corpus](config), cache_folder(config.cache))
+    if config.deduplicate:
+        corpus.deduplicate()
+    return corpus
 
 
 def cache_folder(cache: str | None) -> Path:
@@ -48,20 +61,6 @@ def cache_folder(cache: str | None) -> Path:
     if cache is not None:
         return Path(cache).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lrattnres"
-
-
-def split(corpus: Corpus, holdout: float) -> tuple[np.ndarray, np.ndarray]:
-    """Indices (int64) of the training documents, in the order of the corpus, and of the held-out ones, by content hash.
-
-    A document is held out iff its hash is below holdout * 2**64. This depends on its text alone, so copies of a text
-    fall on the same side, and no seed or epoch moves one across.
-    """
-    if not 0 <= holdout <= 1:
-        raise DataError(f"data.holdout={holdout}: must be a share between 0 and 1, such as 0.05")
-    threshold = int(holdout * 2**64)
-    held_out = corpus.hashes <= np.uint64(threshold - 1) if threshold else np.zeros(len(corpus), dtype=bool)
-    chosen = np.flatnonzero(held_out)
-    return np.flatnonzero(~held_out), chosen[np.argsort(corpus.hashes[chosen], kind="stable")]
 
 
 def _docstrings(config: DataConfig) -> Source:
@@ -94,17 +93,22 @@ def _files(config: DataConfig) -> Source:
     )
 
 
-def _ultra_fineweb(config: DataConfig) -> Source:
-    if config.root is None or "://" in config.root:
-        raise DataError(
-            f"data.root={'null' if config.root is None else config.root}: this version cannot stream ultra_fineweb from "
-            "the hub; write data.root=FOLDER with its parquet files, or experiment=demo for a run that needs no download"
-        )
-    return _files(config)
+def _ultra_fineweb(config: DataConfig, pinned: Mapping[str, Any] | None) -> ParquetCorpus:
+    root = config.root or ULTRA_FINEWEB
+    revision = config.revision or (pinned["revision"] if pinned else None)
+    store = open_store(root, timeout=config.timeout, retries=config.retries, revision=revision)
+    listing = list_corpus(
+        store,
+        column=config.column,
+        scored=config.min_score is not None,
+        max_files=config.max_files,
+        pinned=pinned,
+        skip_unreadable=config.skip_unreadable,
+    )
+    return ParquetCorpus(config.corpus.name, store, listing, column=config.column, min_score=config.min_score)
 
 
 _SOURCES: dict[CorpusName, Callable[[DataConfig], Source]] = {
     CorpusName.docstrings: _docstrings,
     CorpusName.files: _files,
-    CorpusName.ultra_fineweb: _ultra_fineweb,
 }

@@ -1,54 +1,98 @@
-"""What a run reads, opened once: tokenizer, corpus, and the split into training and held-out documents."""
+"""What a run reads, opened once: tokenizer and documents, and from them the training and the held-out windows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from lrattnres.config import TrainConfig
-from lrattnres.data.corpora import Corpus, open_corpus, split
-from lrattnres.data.streams import TrainStreams, held_out_windows
+from lrattnres.data.corpora import cache_folder, open_documents
+from lrattnres.data.documents import Documents
+from lrattnres.data.errors import DataError
+from lrattnres.data.heldout import held_out_documents, held_out_windows, kept_held_out
+from lrattnres.data.streams import TrainStreams
 from lrattnres.data.tokenizers import Tokenizer, build_tokenizer
+
+GIB = 2**30
 
 
 class Dataset(NamedTuple):
-    """training, held_out: indices of documents in the corpus."""
-
     tokenizer: Tokenizer
-    corpus: Corpus
-    training: np.ndarray
-    held_out: np.ndarray
+    documents: Documents
     config: TrainConfig
 
     @property
     def identity(self) -> dict[str, str]:
         """What must not change between two starts of a run."""
-        return {"corpus": self.corpus.fingerprint, "tokenizer": self.tokenizer.fingerprint}
+        return {"corpus": self.documents.fingerprint, "tokenizer": self.tokenizer.fingerprint}
 
-    def streams(self) -> TrainStreams:
-        """The training windows, from the beginning."""
-        config = self.config
+    @property
+    def description(self) -> str:
+        """One line for people."""
+        return f"{self.documents.description}; {self.config.data.holdout:.3g} of them held out"
+
+    def streams(self, rank: int = 0, world: int = 1) -> TrainStreams:
+        """The training windows of one rank, from the beginning.
+
+        Raises DataError where its groups would take more than `data.memory`.
+        """
+        config, data = self.config, self.config.data
+        self._check_memory(config.global_batch // world)
         return TrainStreams(
-            self.corpus,
-            self.training,
-            self.tokenizer,
+            self.documents,
             context=config.model.context,
             streams=config.global_batch,
             seed=config.seed,
+            holdout=data.holdout,
+            rank=rank,
+            world=world,
+            workers=data.workers,
+            ahead=data.ahead,
+            skip_unreadable=data.skip_unreadable,
         )
 
     def held_out_windows(self, tokens: int, batch: int) -> Iterator[Tensor]:
         """The first `tokens` held-out targets, in windows [<= batch, context + 1]: the same tokens for any batch."""
-        context = self.config.model.context
-        return held_out_windows(self.corpus, self.held_out, self.tokenizer, context=context, tokens=tokens, batch=batch)
+        return held_out_windows(self._held_out(tokens), context=self.config.model.context, tokens=tokens, batch=batch)
+
+    def prepare_held_out(self) -> None:
+        """Finds out now, and not in the middle of training, whether there are held-out documents.
+
+        A streamed corpus is searched for all of them. Raises DataError where there are none, and UnreadableError even
+        where training passes over what is unreadable: the held-out set has no gaps.
+        """
+        evaluation = self.config.evaluation
+        if self.documents.streamed:
+            self._held_out(max(evaluation.tokens, evaluation.diagnostics_tokens))
+        else:
+            next(self.held_out_windows(tokens=1, batch=1))
+
+    def _held_out(self, tokens: int) -> Iterator[np.ndarray]:
+        data = self.config.data
+        found = held_out_documents(self.documents, data.holdout, data.workers if self.documents.streamed else 0)
+        if self.documents.streamed:
+            key = (self.documents.fingerprint, self.tokenizer.fingerprint, data.holdout)
+            return kept_held_out(cache_folder(data.cache), key, tokens, found, self.tokenizer)
+        return (part for _, part in found)
+
+    def _check_memory(self, owned: int) -> None:
+        """Every stream holds the group it reads; streams that read the same group share it."""
+        if not self.documents.streamed:
+            return
+        largest = np.sort(self.documents.sizes)[-owned:]
+        limit = self.config.data.memory
+        if largest.sum() > limit * GIB:
+            raise DataError(
+                f"data.memory={limit:g}: {owned} streams of this process hold a row group each, together up to "
+                f"{largest.sum() / GIB:.1f} GiB of text; tokenize the corpus first (scripts/tokenize_corpus.py; "
+                "data=tokens needs none of it), or write a larger data.memory"
+            )
 
 
-def open_dataset(config: TrainConfig) -> Dataset:
-    """Raises DataError where the tokenizer or the corpus cannot be had."""
+def open_dataset(config: TrainConfig, pinned: dict[str, Any] | None = None) -> Dataset:
+    """`pinned`: the listing in the run's folder, where there is one. Raises DataError for what cannot be had."""
     tokenizer = build_tokenizer(config.tokenizer.name)
-    corpus = open_corpus(config.data)
-    training, held_out = split(corpus, config.data.holdout)
-    return Dataset(tokenizer, corpus, training, held_out, config)
+    return Dataset(tokenizer, open_documents(config.data, tokenizer, pinned), config)

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+from pyarrow import compute
 from tqdm import tqdm
 
+from lrattnres.data.documents import first_copies
 from lrattnres.data.errors import DataError
 from lrattnres.data.text import clean, content_hash
 
@@ -38,11 +40,14 @@ class Source:
 
 
 class PreparedCorpus:
-    """Random access to the documents of an Arrow file; a Corpus.
+    """Random access to the documents of an Arrow file; a Corpus whose groups are single documents.
 
     `hashes`: uint64 [documents]. `fingerprint`: a hash of them in order, so equal documents have the same one wherever
     they came from.
     """
+
+    listing = None
+    streamed = False
 
     def __init__(self, name: str, path: Path):
         """Raises OSError, KeyError, ValueError or Arrow's errors for a file that `write` did not finish."""
@@ -58,12 +63,28 @@ class PreparedCorpus:
         self.fingerprint = hashlib.blake2b(self.hashes.astype("<u8").tobytes(), digest_size=16).hexdigest()
         if self.fingerprint != counts["fingerprint"]:
             raise ValueError("its content hashes are not those that were written")
+        self.present = np.ones(len(self), dtype=bool)
+        self.rows = np.ones(len(self), dtype=np.int64)
+        self.sizes = compute.binary_length(self._texts).to_numpy().astype(np.int64)
         self.description = f"{name}: {len(self):,} documents, {counts['bytes'] / 1e6:.1f} MB" + (
             f", {counts['skipped']:,} empty rows skipped" if counts["skipped"] else ""
         )
 
     def __len__(self) -> int:
         return len(self.hashes)
+
+    def deduplicate(self) -> None:
+        """Keeps the first document of each text; a copy becomes a row that is no document."""
+        self.present = first_copies(self.hashes, self.present)
+        copies = len(self) - int(self.present.sum())
+        self.description += f", {copies:,} copies left out"
+        self.fingerprint += "-deduplicated"
+
+    def group(self, number: int) -> _Single:
+        return _Single(self, number)
+
+    def place(self, group: int, row: int) -> str:
+        return f"document {group} of {self.description}"
 
     def text(self, index: int) -> str:
         """Raises DataError if the text is not the one that was prepared."""
@@ -73,6 +94,17 @@ class PreparedCorpus:
         if text is None or content_hash(text) != self.hashes[index]:
             raise DataError(f"{self._path}: document {index} is damaged; delete the file, it will be prepared again")
         return text
+
+
+class _Single:
+    """One document as a group."""
+
+    def __init__(self, corpus: PreparedCorpus, number: int):
+        self.hashes, self.present = corpus.hashes[number : number + 1], corpus.present[number : number + 1]
+        self._corpus, self._number = corpus, number
+
+    def text(self, row: int) -> str:
+        return self._corpus.text(self._number + row)
 
 
 def open_prepared(source: Source, folder: Path) -> PreparedCorpus:

@@ -13,9 +13,14 @@ def clean(text: str) -> str:
 
     JSON escapes and string literals of Python can name half a surrogate pair. Neither UTF-8 nor Arrow has a place for it.
     """
-    return _SURROGATE.sub("\ufffd", text)
+    return text if text.isascii() else _SURROGATE.sub("\ufffd", text)
 
 
 def content_hash(text: str) -> int:
     """The first 64 bits of the BLAKE2b hash of the clean text in UTF-8: the same number on every machine."""
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest(), "little")
+    return bytes_hash(text.encode("utf-8"))
+
+
+def bytes_hash(content: bytes | memoryview) -> int:
+    """`content_hash` of a text that is there as UTF-8."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")

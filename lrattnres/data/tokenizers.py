@@ -160,7 +160,7 @@ def _byte_pairs(name: TokenizerName, newline_ends_token: bool) -> _SpelledTokeni
 
     def encode(text: str) -> np.ndarray:
         parts = [encoding.encode_to_numpy(part, disallowed_special=()) for part in cut_long_spaces(text, newline_ends_token)]
-        return np.concatenate(parts).astype(np.int32)
+        return (parts[0] if len(parts) == 1 else np.concatenate(parts)).view(np.int32)
 
     fingerprint = hashlib.blake2b(repr((name.name, found, pattern)).encode(), digest_size=16).hexdigest()
     return _SpelledTokenizer(name.name, encoding.eot_token, fingerprint, spelling, frozenset(special.values()), encode)

@@ -42,7 +42,7 @@ def evaluate_run(config: EvalConfig) -> Evaluation:
         torch.set_num_threads(config.threads)
     folder, checkpoint = _find(config)
     settings = _settings(config, RunFolder.read_config(folder.path))
-    dataset = open_dataset(settings)
+    dataset = open_dataset(settings, folder.listing())
     _check_identity(folder, dataset)
     model = _load(settings, checkpoint)
 

@@ -3,6 +3,7 @@
     runs/NAME/
         config.yaml        every setting, ending with YAML's own end mark `...`
         identity.json      fingerprints of what the settings only name: corpus, tokenizer
+        corpus.json        the files of a streamed corpus: revision, names, sizes, row groups
         environment.json   "starts": versions, revision and command line of every start
         metrics.jsonl      one JSON object a line
         evaluation/        what eval.py measured
@@ -23,6 +24,7 @@ from typing import IO, Any
 from omegaconf import OmegaConf
 
 from lrattnres.config import ConfigError, TrainConfig, fields_of, flatten, parse, plain
+from lrattnres.data.listing import differences
 from lrattnres.runs.environment import describe_environment
 from lrattnres.runs.files import from_json, to_json, write_atomic
 
@@ -41,6 +43,7 @@ class RunFolder:
         self.path = Path(path)
         self.config_path = self.path / "config.yaml"
         self.identity_path = self.path / "identity.json"
+        self.corpus_path = self.path / "corpus.json"
         self.environment_path = self.path / "environment.json"
         self.metrics_path = self.path / "metrics.jsonl"
         self.checkpoints_path = self.path / "checkpoints"
@@ -49,12 +52,18 @@ class RunFolder:
         self._lock: IO[str] | None = None
 
     @classmethod
-    def open(cls, config: TrainConfig, *, extra_identity: Mapping[str, str] | None = None) -> RunFolder:
+    def open(
+        cls,
+        config: TrainConfig,
+        *,
+        extra_identity: Mapping[str, str] | None = None,
+        listing: Mapping[str, Any] | None = None,
+    ) -> RunFolder:
         """The folder `config.runs`/`config.name`, made or continued, and locked until `close`, or until the
         object or the process is gone.
 
         A folder that is there already must be of the same run: every setting that results depend on, and every entry of
-        `extra_identity`, must be as it was. Settings that may change are taken over into config.yaml.
+        `extra_identity`, must be as it was; `listing` of a streamed corpus tells what differs. Settings that may change are taken over into config.yaml.
         Raises RunError for a name that is no folder name, a folder in use, another run's or a damaged folder, and for
         any run at all with `resume=none`.
         """
@@ -63,7 +72,7 @@ class RunFolder:
             run.path.mkdir(parents=True, exist_ok=True)
             run._lock = _locked(run.path)
             try:
-                run._claim(config, dict(extra_identity or {}))
+                run._claim(config, dict(extra_identity or {}), listing)
             except BaseException:
                 run.close()
                 raise
@@ -90,6 +99,16 @@ class RunFolder:
     def identity(self) -> dict[str, Any]:
         """Fingerprints of the corpus and the tokenizer that the run was started with."""
         return _read_json(self.identity_path)
+
+    def listing(self) -> dict[str, Any] | None:
+        """The files of the corpus as they were at the start of the run; None if it has no such list."""
+        return _read_json(self.corpus_path) if self.corpus_path.exists() else None
+
+    @classmethod
+    def pinned_listing(cls, config: TrainConfig) -> dict[str, Any] | None:
+        """The same for the run that `config` names; None where there is no run yet."""
+        run = cls(Path(config.runs) / _checked_name(config.name))
+        return run.listing() if run.config_path.exists() else None
 
     def finished(self) -> dict[str, Any] | None:
         """The summary of a finished run; None while there is none."""
@@ -122,22 +141,25 @@ class RunFolder:
         except ConfigError as fault:
             raise RunError(f"{file}: not the settings of a run as this version knows them:\n{fault}") from fault
 
-    def _claim(self, config: TrainConfig, identity: dict[str, str]) -> None:
+    def _claim(self, config: TrainConfig, identity: dict[str, str], listing: Mapping[str, Any] | None) -> None:
         """Checks that the folder is free or this run's own, then writes what this start adds to it."""
         if self.config_path.exists():
-            self._check_same_run(config, identity)
+            self._check_same_run(config, identity, listing)
         else:
             rest = [path for path in (self.metrics_path, self.checkpoints_path, self.summary_path) if path.exists()]
             if rest:
                 raise RunError(f"{self.path}: has {rest[0].name}, but no config.yaml; {self._remedy()}")
             self.environment_path.unlink(missing_ok=True)
             write_atomic(self.identity_path, to_json(identity, indent=2) + "\n")
+            self.corpus_path.unlink(missing_ok=True)
+            if listing is not None:
+                write_atomic(self.corpus_path, to_json(dict(listing)) + "\n")
         starts = [*self.starts(), describe_environment()]
         write_atomic(self.environment_path, to_json({"starts": starts}, indent=2) + "\n")
         # Last: a folder with a config.yaml has everything else.
         write_atomic(self.config_path, OmegaConf.to_yaml(OmegaConf.create(plain(config))) + END)
 
-    def _check_same_run(self, config: TrainConfig, identity: dict[str, str]) -> None:
+    def _check_same_run(self, config: TrainConfig, identity: dict[str, str], listing: Mapping[str, Any] | None) -> None:
         if config.resume == "none":
             remedy = f"write resume=auto to continue it, {self._remedy()}"
             raise RunError(f"{self.path}: there is a run already, and resume=none; {remedy}")
@@ -155,6 +177,8 @@ class RunFolder:
             for key in sorted(known.keys() | identity.keys())
             if known.get(key) != identity.get(key)
         ]
+        if faults and listing is not None:
+            faults += differences(self.listing() or {}, listing)
         if faults:
             raise RunError(f"{self.path}: the run cannot be continued:\n{_listed(faults)}\n{self._remedy()}")
 

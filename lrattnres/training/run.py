@@ -34,9 +34,9 @@ def train(config: TrainConfig, notes: list[str]) -> tuple[RunFolder, bool]:
     """
     if config.threads:
         torch.set_num_threads(config.threads)
-    dataset = open_dataset(config)
+    dataset = open_dataset(config, RunFolder.pinned_listing(config))
     _try_data(dataset)
-    folder = RunFolder.open(config, extra_identity=dataset.identity)
+    folder = RunFolder.open(config, extra_identity=dataset.identity, listing=dataset.documents.listing)
     with closing(folder):
         summary = folder.finished()
         if summary is not None and not config.resume.isdigit():
@@ -47,8 +47,8 @@ def train(config: TrainConfig, notes: list[str]) -> tuple[RunFolder, bool]:
 
 def _try_data(dataset: Dataset) -> None:
     """Raises DataError for a corpus that is too small, before there is a run folder that would remember the settings."""
-    dataset.streams()
-    next(dataset.held_out_windows(tokens=1, batch=1))
+    dataset.streams().close()
+    dataset.prepare_held_out()
 
 
 def _train(config: TrainConfig, notes: list[str], dataset: Dataset, folder: RunFolder) -> bool:
@@ -167,7 +167,7 @@ def _opening(
         "run": folder.path,
         "residual": f"{depth}: {price.added_percent:.4f}% more compute than the plain core",
         "model": f"{router.layers} blocks of width {router.dim}, {parameters:,} parameters",
-        "data": f"{dataset.corpus.description}; {len(dataset.training):,} to train, {len(dataset.held_out):,} held out",
+        "data": dataset.description,
         "batch": f"{config.global_batch} x {router.context} tokens a step, {config.steps:,} steps",
         "machine": ", ".join(f"{name} {value}" for name, value in choices.items() if not name.startswith("peak")),
         "peak": f"{choices['peak_flops'] / 1e12:.3g} TFLOP/s ({choices['peak_from']})",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from lrattnres.config import TrainConfig
 from lrattnres.data.dataset import Dataset
+from lrattnres.data.errors import DataError, UnreadableError
 from lrattnres.data.streams import batch_hash
 from lrattnres.depth.probe import DepthProbe
 from lrattnres.evaluation.heldout import evaluate
@@ -79,11 +81,15 @@ class Trainer:
     # --- the loop -------------------------------------------------------------------------------------------------
 
     def fit(self) -> bool:
-        """Trains to the last step. False if a signal stopped it before: then everything is saved."""
+        """Trains to the last step. False if a signal stopped it before: then everything is saved.
+
+        Raises UnreadableError, after everything is saved, where the next batch cannot be read.
+        """
         self._restart_clock()
-        with StopRequest() as stop:
+        with StopRequest() as stop, closing(self.streams):
             while self.progress.step < self.config.steps:
-                result = self.train_step()
+                with self._saved_if_unreadable():
+                    result = self.train_step()
                 self._record(result)
                 self._check_bad_steps()
                 if self._last or stop.received or self._checkpoint_due:
@@ -92,6 +98,17 @@ class Trainer:
                     self.say(f"{stop.received.name}: saved at step {self.progress.step}; the same command continues")
                     return False
         return True
+
+    @contextmanager
+    def _saved_if_unreadable(self) -> Iterator[None]:
+        """A batch that cannot be read stops the run before its step begins: all is as after the step before."""
+        try:
+            yield
+        except DataError as fault:
+            if not self.progress.bad_in_a_row:  # see _checkpoint_due
+                self.save()
+            step = self.progress.step
+            raise UnreadableError(f"{fault}\nsaved at step {step}; once it can be read, the same command continues") from fault
 
     def train_step(self) -> StepResult:
         """One optimizer step over the global batch; a non-finite one changes no weight and is counted."""
@@ -161,6 +178,7 @@ class Trainer:
             "lr_adam": self.optimizer.lr_adam,
             "momentum": self.optimizer.momentum,
             "bad_steps": self.progress.bad_steps,
+            "skipped_groups": self.streams.skipped,
             "batch_hash": f"{result.batch_hash:016x}",
         }
         # Read after the values above, which wait for the device to finish its step.

@@ -16,10 +16,12 @@ import zstandard
 from pyarrow import parquet
 
 from lrattnres.config import CorpusName, DataConfig, TokenizerName
-from lrattnres.data.corpora import cache_folder, open_corpus, split
+from lrattnres.data.corpora import cache_folder, open_corpus
 from lrattnres.data.docstrings import read_docstrings
+from lrattnres.data.documents import EncodedCorpus, held_out
 from lrattnres.data.errors import DataError
-from lrattnres.data.streams import TrainStreams, held_out_windows
+from lrattnres.data.heldout import held_out_documents
+from lrattnres.data.streams import TrainStreams
 from lrattnres.data.text import content_hash
 from lrattnres.data.tokenizers import build_tokenizer
 
@@ -179,15 +181,6 @@ def test_roots_that_cannot_be_used(opened):
         opened("in")
 
 
-def test_ultra_fineweb_reads_a_folder_and_says_that_it_cannot_stream(opened, tmp_path):
-    for root in (None, "hf://datasets/openbmb/Ultra-FineWeb"):
-        with pytest.raises(DataError, match=r"data\.root=.*cannot stream.*data\.root=FOLDER.*experiment=demo"):
-            opened(root, corpus="ultra_fineweb", column="content")
-    write_parquet(tmp_path / "in" / "a.parquet", ["one", "two"], column="content")
-    corpus = opened(corpus="ultra_fineweb", column="content")
-    assert texts(corpus) == ["one", "two"] and corpus.description.startswith("ultra_fineweb: 2 documents")
-
-
 def test_equal_documents_have_equal_fingerprints(opened, tmp_path):
     WRITERS[".jsonl"](tmp_path / "in" / "a.jsonl", LETTERS)
     WRITERS[".parquet"](tmp_path / "b.parquet", LETTERS)
@@ -280,33 +273,40 @@ def test_no_document_crosses_from_one_side_to_the_other(opened, tmp_path):
     words = [f"text {number}" for number in range(60)]
     WRITERS[".jsonl"](tmp_path / "in" / "a.jsonl", words + words[::-1])
     WRITERS[".jsonl"](tmp_path / "b.jsonl", [*words[::2], "one more"])
-    corpus, other = opened(), opened("b.jsonl")
-    training, held_out = split(corpus, 0.3)
-    assert sorted([*training, *held_out]) == list(range(120))
-    kept, left = ({corpus.text(index) for index in side} for side in (training, held_out))
-    assert 5 < len(left) < 35 and not kept & left
-    assert list(corpus.hashes[held_out]) == sorted(corpus.hashes[held_out])
-    assert {other.text(index) for index in split(other, 0.3)[1]} - {"one more"} == left & set(words[::2])
-    assert {corpus.text(index) for index in split(corpus, 0.2)[1]} < left
-
     tokenizer = build_tokenizer(TokenizerName.bytes)
+    documents, other = (EncodedCorpus(opened(root), tokenizer) for root in ("in", "b.jsonl"))
+
+    def left_out(documents, holdout):
+        return [tokenizer.decode(tokens[1:]) for _, tokens in held_out_documents(documents, holdout)]
+
+    left = left_out(documents, 0.3)
+    kept = set(words) - set(left)
+    assert 10 < len(left) < 70 and sorted(left) == sorted(2 * list(set(left)))
+    assert left_out(documents, 0.3) == left != sorted(left)
+    assert set(left_out(other, 0.3)) - {"one more"} == set(left) & set(words[::2])
+    assert set(left_out(documents, 0.2)) < set(left)
     for seed in range(3):
-        streams = TrainStreams(corpus, training, tokenizer, context=64, streams=4, seed=seed)
+        streams = TrainStreams(documents, context=64, streams=4, seed=seed, holdout=0.3)
         rows = np.concatenate([streams.next_batch()[:, :-1].numpy() for _ in range(20)], axis=1)
         assert streams.state()[:, 0].min() >= 2
-        read = {text for row in rows for text in tokenizer.decode(row).split("<|endoftext|>")[1:-1]}
-        assert read == kept
-    (windows,) = held_out_windows(corpus, held_out[:1], tokenizer, context=32, tokens=len(corpus.text(held_out[0])), batch=8)
-    assert tokenizer.decode(windows[0][windows[0] >= 0]) == "<|endoftext|>" + corpus.text(held_out[0])
+        assert {text for row in rows for text in tokenizer.decode(row).split("<|endoftext|>")[1:-1]} == kept
 
 
-def test_the_share_of_held_out_documents_is_the_one_asked_for(opened, tmp_path):
-    WRITERS[".jsonl"](tmp_path / "in" / "a.jsonl", [f"document {number}" for number in range(20_000)])
+def test_copies_are_left_out_where_asked(opened, tmp_path):
+    WRITERS[".jsonl"](tmp_path / "in" / "a.jsonl", ["one", "two", "one", "three", "two", "one"])
     corpus = opened()
+    plain = corpus.fingerprint
+    corpus.deduplicate()
+    assert [texts(corpus)[row] for row in np.flatnonzero(corpus.present)] == ["one", "two", "three"]
+    assert corpus.fingerprint != plain and "3 copies left out" in corpus.description
+
+
+def test_the_share_of_held_out_documents_is_the_one_asked_for():
+    hashes = np.array([content_hash(f"document {number}") for number in range(20_000)], dtype=np.uint64)
     for holdout, expected in ((0.0, 0), (0.05, 1000), (0.5, 10_000), (1.0, 20_000)):
-        assert abs(len(split(corpus, holdout)[1]) - expected) <= 4 * (20_000 * holdout * (1 - holdout)) ** 0.5
+        assert abs(held_out(hashes, holdout).sum() - expected) <= 4 * (20_000 * holdout * (1 - holdout)) ** 0.5
     with pytest.raises(DataError, match=r"data\.holdout=1\.5"):
-        split(corpus, 1.5)
+        held_out(hashes, 1.5)
 
 
 def test_docstrings_are_found_by_parsing(tmp_path):

@@ -1,4 +1,4 @@
-"""Order, packing and resuming against a reference that concatenates everything in lists."""
+"""Order, packing and resuming against references that concatenate everything in lists."""
 
 import warnings
 from collections import Counter
@@ -10,9 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lrattnres.config import TokenizerName
-from lrattnres.data.errors import DataError
+from lrattnres.data.documents import EncodedCorpus
+from lrattnres.data.errors import DataError, UnreadableError
+from lrattnres.data.heldout import held_out_windows
+from lrattnres.data.order import permutation
 from lrattnres.data.packing import IGNORE
-from lrattnres.data.streams import TrainStreams, batch_hash, epoch_order, held_out_windows
+from lrattnres.data.streams import TrainStreams, batch_hash
 from lrattnres.data.text import content_hash
 from lrattnres.data.tokenizers import build_tokenizer
 
@@ -20,37 +23,62 @@ BYTES = build_tokenizer(TokenizerName.bytes)
 SEPARATOR = 256
 
 
-class ListCorpus:
-    fingerprint = "list"
-    description = "a list of texts"
-
+class ListTexts:
     def __init__(self, texts):
-        self.texts = list(texts)
-        self.hashes = np.array([content_hash(text) for text in self.texts], dtype=np.uint64)
+        self.texts, self.present = texts, np.array([bool(text) for text in texts])
+        self.hashes = np.array([content_hash(text or "") for text in texts], dtype=np.uint64)
 
-    def __len__(self):
-        return len(self.texts)
-
-    def text(self, index):
-        return self.texts[index]
+    def text(self, row):
+        return self.texts[row]
 
 
-def streams_of(texts, count, *, context=4, seed=0, rank=0, world=1):
-    corpus = ListCorpus(texts)
-    documents = np.arange(len(corpus))
-    return TrainStreams(corpus, documents, BYTES, context=context, streams=count, seed=seed, rank=rank, world=world)
+class ListCorpus:
+    """`groups`: lists of texts; None is a row that is no document. `broken`: numbers of groups that cannot be read."""
+
+    fingerprint, description, listing, streamed = "list", "a list of texts", None, True
+
+    def __init__(self, groups, broken=()):
+        self.groups, self.broken = groups, set(broken)
+        self.rows = np.array([len(group) for group in groups], dtype=np.int64)
+        self.sizes = self.rows
+
+    def place(self, group, row):
+        return f"document {group} of {self.description}"
+
+    def group(self, number):
+        if number in self.broken:
+            raise UnreadableError(f"group {number} is broken")
+        return ListTexts(self.groups[number])
+
+
+def streams_of(texts, count, *, context=4, **options):
+    """Streams over single documents."""
+    return grouped([[text] for text in texts], count, context=context, **options)
+
+
+def grouped(groups, count, *, context=4, seed=0, broken=(), **options):
+    documents = EncodedCorpus(ListCorpus(groups, broken), BYTES)
+    return TrainStreams(documents, context=context, streams=count, seed=seed, **options)
 
 
 def spelled(text):
     return [SEPARATOR, *text.encode()]
 
 
-def reference(texts, count, stream, seed, length):
+def epoch_of(groups, seed, epoch):
+    """All texts in the order of an epoch."""
+    for group in permutation(len(groups), seed, epoch):
+        size = len(groups[group])
+        rows = permutation(size, seed, epoch, group, 1) if size > 1 else range(size)
+        yield from (groups[group][row] for row in rows)
+
+
+def reference(groups, count, stream, seed, length):
     """The first `length` tokens of a stream."""
-    tokens, epoch = [], 0
+    tokens, epoch, total = [], 0, sum(map(len, groups))
     while len(tokens) < length:
-        for document in epoch_order(len(texts), seed, epoch)[stream::count]:
-            tokens += spelled(texts[document])
+        for text in list(epoch_of(groups, seed, epoch))[total * stream // count : total * (stream + 1) // count]:
+            tokens += spelled(text) if text else []
         epoch += 1
     return tokens[:length]
 
@@ -66,7 +94,24 @@ def test_windows_are_those_of_the_concatenated_documents(texts, count, context, 
     batches = torch.stack([streams.next_batch() for _ in range(steps)])
     assert batches.dtype == torch.int64 and batches.shape == (steps, count, context + 1)
     for stream in range(count):
-        tokens = reference(texts, count, stream, seed, steps * context + 1)
+        tokens = reference([[text] for text in texts], count, stream, seed, steps * context + 1)
+        assert batches[:, stream].tolist() == [tokens[step * context :][: context + 1] for step in range(steps)]
+
+
+ROWS = st.lists(st.one_of(st.none(), st.text("abé", max_size=9)), max_size=7)
+GROUPS = st.lists(ROWS, min_size=1, max_size=9).filter(lambda groups: any(text for group in groups for text in group))
+
+
+@settings(deadline=None)
+@given(GROUPS, st.integers(1, 5), st.integers(1, 7), st.integers(0, 3), st.integers(0, 3))
+def test_groups_of_any_size_are_cut_into_equal_stretches(groups, count, context, seed, workers):
+    """Groups with nothing in them, fewer groups than streams, streams without a document in an epoch."""
+    count = min(count, sum(map(len, groups)))
+    streams, steps = grouped(groups, count, context=context, seed=seed, workers=workers, ahead=3), 6
+    batches = torch.stack([streams.next_batch() for _ in range(steps)])
+    streams.close()
+    for stream in range(count):
+        tokens = reference(groups, count, stream, seed, steps * context + 1)
         assert batches[:, stream].tolist() == [tokens[step * context :][: context + 1] for step in range(steps)]
 
 
@@ -79,18 +124,18 @@ def test_every_document_once_an_epoch(texts, count, context):
     rows = torch.cat([streams.next_batch()[:, :-1] for _ in range(400 // context + 1)], dim=1)
     seen = Counter()
     for stream, row in enumerate(rows.tolist()):
-        of_epoch = len(range(stream, len(texts), count))
+        of_epoch = len(texts) * (stream + 1) // count - len(texts) * stream // count
         documents = BYTES.decode(row).split("<|endoftext|>")[1:-1]  # the last one may be cut short
         seen.update(documents[of_epoch : 2 * of_epoch])  # the second epoch
     assert seen == Counter(texts)
 
 
 def test_epochs_and_seeds_have_orders_of_their_own():
-    orders = [tuple(epoch_order(20, seed, epoch)) for seed in range(3) for epoch in range(3)]
+    orders = [tuple(permutation(20, seed, epoch)) for seed in range(3) for epoch in range(3)]
     assert len(set(orders)) == 9
     assert all(sorted(order) == list(range(20)) for order in orders)
     # Recorded: another order would change every run that is continued.
-    assert epoch_order(8, 0, 0).tolist() == [0, 3, 7, 5, 1, 2, 6, 4]
+    assert permutation(8, 0, 0).tolist() == [0, 3, 7, 5, 1, 2, 6, 4]
 
 
 WORDS = ["a", "bcdefghijklmnop", "qr", "stu vwx", "\x00", "yz\r\n", "é"]
@@ -156,13 +201,13 @@ def test_too_few_documents_are_refused():
 @pytest.mark.parametrize(
     "state",
     [
-        torch.zeros(3, 3, dtype=torch.int64),
-        torch.zeros(2, 2, dtype=torch.int64),
-        torch.zeros(2, 3),
-        torch.tensor([[0, 0, 0], [0, 4, 0]]),
-        torch.tensor([[0, 0, 0], [0, 0, 99]]),
-        torch.tensor([[0, 0, 0], [-1, 0, 0]]),
-        torch.tensor([[0, 0, 0], [0, 0, -1]]),
+        torch.zeros(3, 4, dtype=torch.int64),
+        torch.zeros(2, 3, dtype=torch.int64),
+        torch.zeros(2, 4),
+        torch.tensor([[0, 0, 0, 0], [0, 4, 0, 0]]),
+        torch.tensor([[0, 0, 0, 0], [0, 0, 99, 0]]),
+        torch.tensor([[0, 0, 0, 0], [-1, 0, 0, 0]]),
+        torch.tensor([[0, 0, 0, 0], [0, 0, -1, 0]]),
     ],
 )
 def test_a_foreign_state_is_refused(state):
@@ -177,9 +222,9 @@ def test_a_document_that_cannot_be_encoded_is_named():
         def encode(self, text):
             raise ValueError("no")
 
-    corpus = ListCorpus(["abc"])
+    documents = EncodedCorpus(ListCorpus([["abc"]]), Refusing())
     with pytest.raises(DataError, match=r"document 0 of a list of texts: refusing .*'abc' \(no\)"):
-        TrainStreams(corpus, np.arange(1), Refusing(), context=2, streams=1, seed=0)
+        TrainStreams(documents, context=2, streams=1, seed=0)
 
 
 @settings(deadline=None)
@@ -188,9 +233,8 @@ def test_held_out_windows_have_exactly_the_tokens_asked_for(texts, context, toke
     stream = [token for text in texts for token in spelled(text)]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        batches = list(
-            held_out_windows(ListCorpus(texts), np.arange(len(texts)), BYTES, context=context, tokens=tokens, batch=batch)
-        )
+        parts = (np.array(spelled(text)) for text in texts)
+        batches = list(held_out_windows(parts, context=context, tokens=tokens, batch=batch))
     used = min(tokens, len(stream) - 1)
     assert [str(warning.message).startswith(f"evaluation.tokens={tokens}: only {used} ") for warning in caught] == (
         [True] if used < tokens else []
@@ -206,4 +250,4 @@ def test_held_out_windows_have_exactly_the_tokens_asked_for(texts, context, toke
 
 def test_an_empty_held_out_set_names_its_key():
     with pytest.raises(DataError, match=r"data\.holdout"):
-        held_out_windows(ListCorpus(WORDS), np.arange(0), BYTES, context=4, tokens=8, batch=2)
+        held_out_windows(iter([]), context=4, tokens=8, batch=2)
