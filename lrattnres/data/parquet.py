@@ -74,8 +74,9 @@ class ParquetCorpus:
         columns = [self._column] if self._min_score is None else [self._column, SCORE]
         try:
             with RangeFile(self._store, file.path, file.bytes) as source:
-                opened = parquet.ParquetFile(source, metadata=self._footer(file), page_checksum_verification=True)
-                # In this thread, one read a column: Arrow's own threads would not know when the pool is stopped.
+                # Read in this thread, a column at a time: Arrow's own threads would not know when the pool is stopped.
+                options = {"pre_buffer": False, "page_checksum_verification": True}
+                opened = parquet.ParquetFile(source, metadata=self._footer(file), **options)
                 table = opened.read_row_group(index, columns=columns, use_threads=False)
             return ParquetTexts(self.place(number, 0).rpartition(",")[0], table, self._column, self._min_score)
         except (pa.ArrowException, OSError) as error:
