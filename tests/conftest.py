@@ -52,7 +52,7 @@ def tiny_run(texts: Path, tmp_path: Path):
 
     def settings(*changes: str) -> list[str]:
         model = ["model.layers=2", "model.dim=16", "model.heads=2", "model.mlp_width=24", "model.context=32"]
-        size = ["steps=40", "global_batch=8", "micro_batch=4", "model.rank=4", "model.blocks=2", "optimizer.warmup=5"]
+        size = ["steps=40", "global_batch=8", "micro_batch=4", "model.rank=4", "model.blocks=2", "optimizer.warmup=4"]
         often = ["checkpoint.every=5", "evaluation.every=20", "evaluation.tokens=500", "instruments.depth=10"]
         place = ["data=files", f"data.root={texts}", f"data.cache={tmp_path}/cache", f"runs={tmp_path}/runs", "name=run"]
         return ["experiment=demo", "threads=1", *model, *size, *often, *place, *changes]
