@@ -19,6 +19,7 @@ from lrattnres.config import (
     Device,
     LoggerName,
     Orthogonalizer,
+    ParallelMode,
     Precision,
     TrainConfig,
     flatten,
@@ -27,6 +28,7 @@ from lrattnres.config import (
 from lrattnres.data.tokenizers import VOCABULARY
 from lrattnres.depth.router import VARIANTS
 from lrattnres.model.attention import choose_attention
+from lrattnres.ranks import placement
 
 DTYPES = {Precision.float32: torch.float32, Precision.bfloat16: torch.bfloat16}
 
@@ -71,6 +73,9 @@ BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "instruments.log": (1, None),
     "instruments.gradients": (1, None),
     "instruments.depth": (1, None),
+    "parallel.shard_degree": (1, None),
+    "parallel.prefetch": (0, None),
+    "parallel.timeout": (1, None),
 }
 
 
@@ -197,4 +202,34 @@ def _machine(config: TrainConfig) -> Iterator[str]:
         yield "logger.name=wandb: the package wandb is not installed; `pip install wandb`, or write logger=none"
 
 
-CHECKS: tuple[Callable[[TrainConfig], Iterator[str]], ...] = (_bounds, _depth, _shapes, _schedule, _data, _machine)
+def _parallel(config: TrainConfig) -> Iterator[str]:
+    parallel, world, mode = config.parallel, placement()[1], config.parallel.mode
+    alone = mode is ParallelMode.none or (mode is ParallelMode.auto and world == 1)
+    if mode is ParallelMode.none and world > 1:
+        yield f"parallel.mode=none: there are {world} processes, and each would train the whole run; write parallel.mode=auto"
+    if world == 1 and not alone:
+        yield (
+            f"parallel.mode={mode.name}: needs several processes, and this one is alone; start it with "
+            "`torchrun --nproc_per_node=N train.py …`, or write parallel.mode=auto"
+        )
+    if mode is ParallelMode.hsdp and world > 1 and not 1 < (parallel.shard_degree or 1) < world:
+        choices = [n for n in range(2, world) if world % n == 0]
+        hint = f"write one of {', '.join(map(str, choices))}" if choices else f"{world} processes cannot be: write parallel.mode=fsdp"
+        yield f"parallel.shard_degree={_null(parallel.shard_degree)}: hsdp needs more than one group of more than one rank; {hint}"
+    elif mode is ParallelMode.hsdp and parallel.shard_degree and world % parallel.shard_degree:
+        yield f"parallel.shard_degree={parallel.shard_degree}: must divide the {world} processes"
+    if mode is not ParallelMode.hsdp and parallel.shard_degree is not None:
+        yield f"parallel.shard_degree={parallel.shard_degree}: has a meaning for parallel.mode=hsdp only; write null, or that mode"
+    if config.global_batch >= 1 and config.global_batch % world:
+        yield f"global_batch={config.global_batch}: must be a multiple of the {world} processes, each of which owns as many streams"
+    if config.compile is Compile.model and not alone and world > 1:
+        yield "compile=model: the whole model cannot be one graph where its weights are gathered in between; write compile=regions"
+    if config.cluster.requeue and "SLURM_JOB_ID" not in os.environ:
+        yield "cluster.requeue=true: this is no SLURM job (SLURM_JOB_ID is not set); write cluster=local"
+
+
+def _null(value: Any) -> Any:
+    return "null" if value is None else value
+
+
+CHECKS: tuple[Callable[[TrainConfig], Iterator[str]], ...] = (_bounds, _depth, _shapes, _schedule, _data, _machine, _parallel)

@@ -11,6 +11,7 @@ from pathlib import Path
 from lrattnres.config import ConfigError, TrainConfig, fields_of
 from lrattnres.data.errors import DataError
 from lrattnres.depth.router import VARIANTS
+from lrattnres.ranks import Elsewhere
 from lrattnres.runs.checkpoint import CheckpointError
 from lrattnres.runs.folder import RunError
 from lrattnres.training.signals import STOPPED
@@ -44,6 +45,8 @@ def leave(run: Callable[[], bool]) -> None:
         code = REFUSED
     except TrainingError as failure:
         print(f"broken off: {failure}", file=sys.stderr)
+        code = BROKEN_OFF
+    except Elsewhere:
         code = BROKEN_OFF
     if code != FINISHED:
         sys.exit(code)

@@ -28,8 +28,8 @@ class Dataset(NamedTuple):
         """What must not change between two starts of a run."""
         return {"corpus": self.corpus.fingerprint, "tokenizer": self.tokenizer.fingerprint}
 
-    def streams(self) -> TrainStreams:
-        """The training windows, from the beginning."""
+    def streams(self, rank: int = 0, world: int = 1) -> TrainStreams:
+        """The training windows of one rank of `world`, from the beginning."""
         config = self.config
         return TrainStreams(
             self.corpus,
@@ -38,6 +38,8 @@ class Dataset(NamedTuple):
             context=config.model.context,
             streams=config.global_batch,
             seed=config.seed,
+            rank=rank,
+            world=world,
         )
 
     def held_out_windows(self, tokens: int, batch: int) -> Iterator[Tensor]:

@@ -16,6 +16,11 @@ class StopRequest:
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
 
+    @property
+    def number(self) -> int:
+        """Of the signal received; 0 for none."""
+        return int(self.received or 0)
+
     def __enter__(self) -> StopRequest:
         self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
         return self
