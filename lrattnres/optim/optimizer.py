@@ -21,7 +21,7 @@ from lrattnres.optim.sharding import Exchange, Layout, layout, local, owners, st
 
 @dataclass(frozen=True)
 class Bucket:
-    """Equal matrices [rows, cols] that lie on the ranks alike, in the order of their owners."""
+    """Equal matrices [rows, cols] that lie on the ranks alike."""
 
     parameters: list[Parameter]
     exchange: Exchange
@@ -128,14 +128,12 @@ class MuonAdam(torch.optim.Optimizer):
         world = layouts[0].world
         shapes, steps = [tuple(parameter.shape) for parameter in matrices], self.config.iterations
         owner = owners([muon.flops(rows, cols, steps) for rows, cols in shapes], world)
-        alike: dict[tuple[torch.Size, Layout], list[tuple[int, Parameter]]] = defaultdict(list)
+        alike: dict[tuple[torch.Size, Layout], list[Parameter]] = defaultdict(list)
+        owned: dict[tuple[torch.Size, Layout], list[int]] = defaultdict(lambda: [0] * world)
         for parameter, where, rank in zip(matrices, layouts, owner, strict=True):
-            alike[parameter.shape, where].append((rank, parameter))
-        buckets = []
-        for ((rows, cols), where), owned in alike.items():
-            ranks = [rank for rank, _ in owned]
-            exchange = Exchange(where, [ranks.count(rank) for rank in range(world)])
-            buckets.append(Bucket([parameter for _, parameter in sorted(owned, key=lambda pair: pair[0])], exchange, rows, cols))
+            alike[parameter.shape, where].append(parameter)
+            owned[parameter.shape, where][rank] += 1  # which of its equals a rank owns does not matter
+        buckets = [Bucket(alike[key], Exchange(key[1], owned[key]), *key[0]) for key in alike]
         return world, buckets
 
     def work(self) -> dict[str, int]:

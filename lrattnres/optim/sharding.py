@@ -83,9 +83,9 @@ def owners(costs: Sequence[int], world: int) -> list[int]:
 
 
 class Exchange:
-    """The ways of equal matrices [rows, cols] of one layout, stacked in the order of their owners.
+    """The ways of n equal matrices [rows, cols] of one layout.
 
-    `owned[rank]` is how many of them a rank owns. Both ways are collective: every rank of the job takes them, and all in
+    The first `owned[0]` of them are owned by rank 0, the next `owned[1]` by rank 1, and so on. Both ways are collective: every rank of the job takes them, and all in
     the same order. A process alone has all rows already, and nothing is copied.
     """
 
