@@ -85,8 +85,8 @@ def owners(costs: Sequence[int], world: int) -> list[int]:
 class Exchange:
     """The ways of n equal matrices [rows, cols] of one layout.
 
-    The first `owned[0]` of them are owned by rank 0, the next `owned[1]` by rank 1, and so on. Both ways are collective: every rank of the job takes them, and all in
-    the same order. A process alone has all rows already, and nothing is copied.
+    The first `owned[0]` of them are owned by rank 0, the next `owned[1]` by rank 1, and so on. Both ways are collective:
+    every rank of the job takes them, and all in the same order. A process alone has all rows, and nothing is copied.
     """
 
     def __init__(self, layout: Layout, owned: Sequence[int]):
