@@ -212,24 +212,25 @@ def _parallel(config: TrainConfig) -> Iterator[str]:
             f"parallel.mode={mode.name}: needs several processes, and this one is alone; start it with "
             "`torchrun --nproc_per_node=N train.py …`, or write parallel.mode=auto"
         )
-    if mode is ParallelMode.hsdp and world > 1 and not 1 < (parallel.shard_degree or 1) < world:
-        choices = [n for n in range(2, world) if world % n == 0]
-        hint = f"write one of {', '.join(map(str, choices))}" if choices else f"{world} processes cannot be: write parallel.mode=fsdp"
-        yield f"parallel.shard_degree={_null(parallel.shard_degree)}: hsdp needs more than one group of more than one rank; {hint}"
-    elif mode is ParallelMode.hsdp and parallel.shard_degree and world % parallel.shard_degree:
-        yield f"parallel.shard_degree={parallel.shard_degree}: must divide the {world} processes"
-    if mode is not ParallelMode.hsdp and parallel.shard_degree is not None:
-        yield f"parallel.shard_degree={parallel.shard_degree}: has a meaning for parallel.mode=hsdp only; write null, or that mode"
+    yield from _shard_degree(mode, parallel.shard_degree, world)
     if config.global_batch >= 1 and config.global_batch % world:
-        yield f"global_batch={config.global_batch}: must be a multiple of the {world} processes, each of which owns as many streams"
-    if config.compile is Compile.model and not alone and world > 1:
-        yield "compile=model: the whole model cannot be one graph where its weights are gathered in between; write compile=regions"
+        yield f"global_batch={config.global_batch}: must be a multiple of the {world} processes, which share its streams evenly"
+    if config.compile is Compile.model and world > 1:
+        yield "compile=model: cannot be one graph where weights are gathered in between; write compile=regions"
     if config.cluster.requeue and "SLURM_JOB_ID" not in os.environ:
         yield "cluster.requeue=true: this is no SLURM job (SLURM_JOB_ID is not set); write cluster=local"
 
 
-def _null(value: Any) -> Any:
-    return "null" if value is None else value
+def _shard_degree(mode: ParallelMode, degree: int | None, world: int) -> Iterator[str]:
+    if mode is not ParallelMode.hsdp:
+        if degree is not None:
+            yield f"parallel.shard_degree={degree}: has no use without parallel.mode=hsdp; write null, or that mode"
+        return
+    choices = [n for n in range(2, world) if world % n == 0]
+    if world > 1 and degree not in choices:
+        hint = f"write {' or '.join(map(str, choices))}" if choices else f"{world} cannot be; write parallel.mode=fsdp"
+        given = "null" if degree is None else degree
+        yield f"parallel.shard_degree={given}: must cut the {world} processes into several groups of several; {hint}"
 
 
 CHECKS: tuple[Callable[[TrainConfig], Iterator[str]], ...] = (_bounds, _depth, _shapes, _schedule, _data, _machine, _parallel)

@@ -192,7 +192,7 @@ class ParallelConfig:
         may_change=True,
     )
     shard_degree: int | None = option("ranks that share one copy of the weights, for hsdp; null otherwise", None, may_change=True)
-    reshard: bool = option("free gathered weights after the forward pass, gather them again for the backward", True, may_change=True)
+    reshard: bool = option("free gathered weights after the forward pass, and gather them once more", True, may_change=True)
     prefetch: int = option("units (pairs of sub-layers) whose weights are gathered ahead of time", 1, may_change=True)
     timeout: float = option("seconds after which a rank that does not answer is given up", 600.0, may_change=True)
 
@@ -200,7 +200,9 @@ class ParallelConfig:
 @dataclass
 class ClusterConfig:
     requeue: bool = option(
-        "when a signal stops the run inside a SLURM job: save, put the job back into the queue, continue there", False, may_change=True
+        "when a signal stops a SLURM job: save, and put the job back into the queue",
+        False,
+        may_change=True,
     )
 
 

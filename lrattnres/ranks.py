@@ -17,6 +17,8 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, distributed
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 T = TypeVar("T")
 BEAT = 0.5  # seconds between two signs of life of a rank
@@ -35,7 +37,7 @@ class Ranks:
     world: int = 1
     local: int = 0
     step: int = 0  # told to the others, so that they can say how far a lost rank had come
-    store: distributed.Store | None = None
+    store: Store | None = None
 
     @property
     def first(self) -> bool:
@@ -107,7 +109,7 @@ class Ranks:
         assert self.store is not None
         return {rank: self.store.get(f"beat/{rank}").decode() for rank in range(self.world)}
 
-    def _beat(self, store: distributed.Store) -> None:
+    def _beat(self, store: Store) -> None:
         """The life of a thread: until the process, or the store, has gone."""
         with contextlib.suppress(RuntimeError):
             for count in range(2**62):
@@ -141,10 +143,10 @@ def start_ranks(device: str, timeout: float) -> Ranks:
         return Ranks()
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     limit = timedelta(seconds=timeout)
-    store = next(distributed.rendezvous("env://", timeout=limit))[0]
+    store = next(rendezvous("env://", timeout=limit))[0]
     distributed.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
-    ranks = Ranks(rank, world, local, store=distributed.PrefixStore("lrattnres", store.clone()))
-    beats = distributed.PrefixStore("lrattnres", store.clone())  # a connection of its own: one waits for the other
+    ranks = Ranks(rank, world, local, store=PrefixStore("lrattnres", store.clone()))
+    beats = PrefixStore("lrattnres", store.clone())  # a connection of its own: one waits for the other
     threading.Thread(target=ranks._beat, args=(beats,), daemon=True).start()
     distributed.barrier()
     return ranks

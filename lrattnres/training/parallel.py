@@ -1,4 +1,4 @@
-"""From one model to many ranks, in one order: activation checkpointing, then compilation, then shards.
+"""From one model to many ranks, in one order: compilation, then activation checkpointing, then shards.
 
 `none` is one process. `fsdp` shards every weight, gradient and moment over all ranks; `hsdp` shards over groups of
 `shard_degree` ranks and replicates the groups; `ddp` is `hsdp` with shards of the whole. All are FSDP2's `fully_shard`
@@ -64,8 +64,9 @@ def mesh_shape(mode: ParallelMode, world: int, shard_degree: int | None) -> tupl
 
 def parallelize(model: Transformer, config: TrainConfig, parallel: Parallel) -> None:
     """In place, before there are weights; parameters keep their names. Gradients are summed over ranks, not averaged."""
-    AC_MODES[config.ac](model)
+    # Regions are compiled before they are wrapped: equal sub-layers then share their code, and a checkpoint runs it twice.
     COMPILE_MODES[config.compile](model)
+    AC_MODES[config.ac](model)
     if parallel.mesh is not None:
         _shard(model, config, parallel.mesh)
 
@@ -78,7 +79,7 @@ def _recompute(function: Callable[..., object]) -> Callable[..., object]:
 def _selective(model: Transformer) -> None:
     """What the depth reads saved stays: sources, reads, and whatever their kernels keep. Sub-layers are recomputed."""
     for sublayer in model.sublayers:
-        sublayer.forward = _recompute(sublayer.forward)  # type: ignore[method-assign]
+        sublayer.forward = _recompute(sublayer.forward)
 
 
 def _full(model: Transformer) -> None:
@@ -89,7 +90,7 @@ def _full(model: Transformer) -> None:
 def _compile_regions(model: Transformer) -> None:
     """Their `forward` alone: the hooks that gather and free shards run around the compiled code, not inside it."""
     for sublayer in model.sublayers:
-        sublayer.forward = torch.compile(sublayer.forward, fullgraph=True)  # type: ignore[method-assign]
+        sublayer.forward = torch.compile(sublayer.forward, fullgraph=True)
 
 
 AC_MODES: dict[AC, Callable[[Transformer], None]] = {AC.none: lambda model: None, AC.selective: _selective, AC.full: _full}

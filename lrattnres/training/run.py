@@ -25,8 +25,9 @@ from lrattnres.runs.metrics import MetricsFile
 from lrattnres.training.machine import peak_flops
 from lrattnres.training.parallel import Parallel, parallelize, start_parallel
 from lrattnres.training.progress import ProgressBar
+from lrattnres.training.signals import requeue
 from lrattnres.training.sinks import build_sink
-from lrattnres.training.trainer import Trainer
+from lrattnres.training.trainer import Trainer, TrainingError
 
 Say = Callable[[str], None]
 
@@ -44,9 +45,7 @@ def train(config: TrainConfig, notes: list[str]) -> tuple[RunFolder, bool]:
     dataset = _open_data(config, ranks)
     ranks.together(lambda: _try_data(dataset, ranks))
     path = Path(config.runs) / config.name
-    folder = ranks.together(
-        lambda: RunFolder.open(config, extra_identity=dataset.identity) if ranks.first else RunFolder(path)
-    )
+    folder = ranks.together(lambda: RunFolder.open(config, extra_identity=dataset.identity) if ranks.first else RunFolder(path))
     with closing(folder):
         summary = ranks.of_first(folder.finished)
         if summary is not None and not config.resume.isdigit():
@@ -101,6 +100,8 @@ def _train(config: TrainConfig, notes: list[str], dataset: Dataset, folder: RunF
         )
         _rewind(trainer, start, folder)
         finished = trainer.fit()
+        if not finished and config.cluster.requeue and ranks.first:
+            say(f"SLURM job {_requeued()} is in the queue again and will go on from here")
     if finished and ranks.first:
         _finish(folder, trainer)
     return finished
@@ -120,6 +121,13 @@ def _reporters(
         bar.update(record["step"], record)
 
     return write, bar.note
+
+
+def _requeued() -> str:
+    try:
+        return requeue()
+    except RuntimeError as fault:
+        raise TrainingError(f"the run is saved, but will not go on by itself: {fault}") from fault
 
 
 def _quiet(_: object) -> None:

@@ -11,10 +11,11 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from lrattnres.config import TrainConfig
 from lrattnres.data.dataset import Dataset
@@ -158,7 +159,7 @@ class Trainer:
         parts = windows.split(config.micro_batch)
         for number, part in enumerate(parts, start=1):
             if mesh is not None and mesh.ndim == 2:  # replicas add up their gradients once a step
-                self.model.set_requires_all_reduce(number == len(parts))
+                cast(FSDPModule, self.model).set_requires_all_reduce(number == len(parts))
             sums = window_losses(self.model, part, separator, documents=config.documents).sums()
             pair = torch.stack([sums.cross_entropy, config.z_loss * sums.squared_logsumexp]) / tokens
             pair.sum().backward()

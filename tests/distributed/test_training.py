@@ -1,7 +1,5 @@
 """One run on several ranks is the run of one process: losses, norms, batches and weights, for every variant and mesh."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
