@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
+from lrattnres.ranks import network_failed
 from lrattnres.runs.crew import CheckpointError, Crew, RankError, reason
 from lrattnres.runs.manifest import MANIFEST
 
@@ -81,7 +82,9 @@ def explained(what: str) -> Iterator[None]:
         fault = plain
     if not isinstance(fault, Exception) or isinstance(fault, CheckpointError):
         raise fault
-    raise CheckpointError(f"{what}: {fault if isinstance(fault, RankError) else reason(fault)}") from fault
+    said = fault if isinstance(fault, RankError) else reason(fault)
+    gone = "another rank is gone, or did not answer in time: " if network_failed(fault) else ""
+    raise CheckpointError(f"{what}: {gone}{said}") from fault
 
 
 def listed(faults: list[str]) -> str:

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lrattnres.config import ModelConfig, OptimizerConfig
 from lrattnres.model.attention import BACKENDS
 from lrattnres.model.transformer import Transformer, build_model
-from lrattnres.optim import sharding
+from lrattnres.optim import muon, sharding
 from lrattnres.optim.optimizer import MuonAdam
 from tests.distributed.launch import launch
 
@@ -91,6 +91,18 @@ def test_every_update_is_that_of_one_process(shape: tuple[int, ...], sharded: bo
         assert sharded or not different
     if shape == (3,):
         assert min(smallest for *_, smallest in results) == 0
+
+
+def differences_in_half(rank: int) -> dict[str, float]:
+    """As on CUDA, where the iteration runs, and its result travels, in bfloat16."""
+    muon.iteration_dtype = lambda device: torch.bfloat16
+    assert MuonAdam(build(UNEVEN), CONFIG, STEPS).iteration_dtype == torch.bfloat16
+    return differences(rank, (2,), True)[0]
+
+
+def test_nothing_is_lost_when_results_travel_in_bfloat16() -> None:
+    for different in launch(differences_in_half, 2):
+        assert all(name.startswith(ADAM) for name in different)
 
 
 def measure(rank: int, shape: tuple[int, ...]) -> dict[str, int]:
