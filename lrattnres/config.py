@@ -159,6 +159,7 @@ class CheckpointConfig:
     every: int = option("steps between checkpoints", may_change=True)
     keep_last: int = option("newest checkpoints that are kept, at least 1", 2, may_change=True)
     keep_every: int | None = option("checkpoints at multiples of this step are kept for good", None, may_change=True)
+    asynchronous: bool = option("training goes on from a copy in host memory while it is written", False, may_change=True)
 
 
 @dataclass

@@ -82,6 +82,8 @@ def _train(config: TrainConfig, notes: list[str], dataset: Dataset, folder: RunF
         keep_last=config.checkpoint.keep_last,
         keep_every=config.checkpoint.keep_every,
         group=distributed.group.WORLD if ranks.world > 1 else None,
+        asynchronous=config.checkpoint.asynchronous,
+        timeout=config.parallel.timeout,
     )
     start = _starting_point(config, checkpoints, ranks)
     with ExitStack() as open_parts:

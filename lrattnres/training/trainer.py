@@ -104,8 +104,8 @@ class Trainer:
                     raise
                 who = self.ranks.lost() or "a rank that is too slow, or behind a broken network,"
                 raise TrainingError(
-                    f"{who} no longer answers rank {self.ranks.rank} in step {self.progress.step + 1}; the newest "
-                    f"checkpoint is whole, and the same command continues from it ({_first_line(fault)})"
+                    f"{who} no longer answers rank {self.ranks.rank} in step {self.progress.step + 1}; the "
+                    f"same command continues from the newest whole checkpoint ({_first_line(fault)})"
                 ) from fault
 
     def _fit(self) -> bool:
@@ -246,9 +246,14 @@ class Trainer:
         }
 
     def save(self) -> None:
-        """A checkpoint of this moment. Raises TrainingError where the disk refuses it."""
+        """A checkpoint of this moment; the last one of a start is on the disk afterwards, others may be on their way.
+
+        Raises TrainingError where the disk refuses it.
+        """
         try:
             self.checkpoints.save(self.progress.step, self.state(), {"tokens": self.progress.tokens})
+            if self._last or self.stopped_by:
+                self.checkpoints.wait()
         except CheckpointError as fault:
             raise TrainingError(str(fault)) from fault
         self._restart_clock()
