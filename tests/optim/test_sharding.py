@@ -77,8 +77,8 @@ def differences(rank: int, shape: tuple[int, ...], sharded: bool) -> tuple[dict[
 
 @pytest.mark.parametrize(
     ("shape", "sharded"),
-    [((2,), True), ((3,), True), ((4,), True), ((2, 2), True), ((2,), False)],
-    ids=["fsdp 2", "fsdp 3", "fsdp 4", "hsdp 2x2", "whole on 2"],
+    [((2,), True), ((3,), True), ((4,), True), ((2, 2), True), ((2, 1), True), ((2,), False)],
+    ids=["fsdp 2", "fsdp 3", "fsdp 4", "hsdp 2x2", "replicas 2x1", "whole on 2"],
 )
 def test_every_update_is_that_of_one_process(shape: tuple[int, ...], sharded: bool) -> None:
     """Muon to the bit. So is Adam, but for the last few entries of a shard: torch's CPU kernel takes what does not fill

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import resource
 import signal
 import time
@@ -205,6 +206,27 @@ def test_a_rank_killed_in_the_middle_of_a_save(tmp_path: Path, killed: int, asyn
     assert (weights == found.step).all()
     with Ranks(save_forever, 2, tmp_path, asynchronous) as ranks:
         ranks.until(0, f"{found.step + 2}\n")
+
+
+@pytest.mark.slow
+def test_any_rank_killed_at_any_time_loses_no_complete_save(tmp_path: Path) -> None:
+    choose, steps = random.Random(5), [0]
+    for attempt in range(20):
+        killed, asynchronous = choose.randrange(2), attempt % 2 == 1
+        with Ranks(save_forever, 2, tmp_path, asynchronous) as ranks:
+            ranks.until(1 - killed, f"{steps[-1] + 1}\n")
+            time.sleep(choose.random() / 2)
+            ranks.kill(killed)
+            left = ranks.wait(30)[1 - killed]
+        assert left.code == 1
+        said = max(int(line) for line in left.output.splitlines() if line.isdigit())
+        found = Checkpoints(tmp_path).newest(silent)
+        assert found is not None and said - asynchronous <= found.step <= said + 1
+        weights = torch.zeros(4_000, 1_000)
+        found.load({"model": {"w": weights}})
+        assert (weights == found.step).all()
+        steps.append(found.step)
+    assert steps == sorted(steps) and steps[-1] > 20
 
 
 # --- damage -----------------------------------------------------------------------------------------------------------
