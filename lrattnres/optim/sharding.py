@@ -73,7 +73,7 @@ def local(tensor: Tensor) -> Tensor:
 def owners(costs: Sequence[int], world: int) -> list[int]:
     """A rank for each matrix: the most costly first, each to the rank with least to do so far, the first of equals.
 
-    The same everywhere, since it depends on nothing else. No rank gets more than 4/3 of the best possible (Graham, 1969).
+    The same on every rank, since it depends on nothing else. No rank gets more than 4/3 of the best possible (Graham, 1969).
     """
     load, chosen = [0] * world, [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
@@ -85,8 +85,9 @@ def owners(costs: Sequence[int], world: int) -> list[int]:
 class Exchange:
     """The ways of n equal matrices [rows, cols] of one layout.
 
-    The first `owned[0]` of them are owned by rank 0, the next `owned[1]` by rank 1, and so on. Both ways are collective:
-    every rank of the job takes them, and all in the same order. A process alone has all rows, and nothing is copied.
+    The first `owned[0]` of them are owned by rank 0, the next `owned[1]` by rank 1, and so on; this rank owns `mine`.
+    Both ways are collective: every rank of the job takes them, and all in the same order. A process alone has all rows,
+    and nothing is copied.
     """
 
     def __init__(self, layout: Layout, owned: Sequence[int]):

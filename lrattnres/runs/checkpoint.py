@@ -58,7 +58,7 @@ class Checkpoint:
     def keys(self, group: str) -> list[str]:
         """The keys under a top-level name, sorted; none where there is no such name.
 
-        Each rank reads for itself: which values of ranks that are no more there to be taken over is the caller's choice.
+        Not collective. It is the caller who decides about the values of ranks that were there and are no more.
         """
         with explained(f"{self.path}: cannot be read"):
             saved = [name.partition(".") for name in self._reader().read_metadata().state_dict_metadata]
