@@ -85,6 +85,20 @@ def test_what_would_be_submitted_is_printed(tmp_path: Path) -> None:
     assert lines[-1] == "4 jobs, none of them submitted" and list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
+def test_a_sweep_runs_as_slurm_jobs_of_two_ranks(tiny_run, tmp_path: Path, monkeypatch) -> None:
+    """Through submitit as it is; only the commands of SLURM itself are stood in for (tests/slurm)."""
+    pytest.importorskip("submitit")
+    monkeypatch.setitem(ENVIRONMENT, "PATH", f"{ROOT}/tests/slurm:{os.environ['PATH']}")
+    monkeypatch.setitem(ENVIRONMENT, "FAKE_SLURM", str(tmp_path))
+    monkeypatch.setitem(ENVIRONMENT, "GLOO_SOCKET_IFNAME", "lo")
+    settings = [setting for setting in tiny_run("steps=10", "evaluation.every=null", "seed=0,1") if setting != "name=run"]
+    run("train.py", "-m", *settings, "cluster=slurm", "hydra.launcher.gpus_per_node=null", "hydra.launcher.tasks_per_node=2")
+    assert [row["state"] for row in rows(tmp_path / "runs").values()] == ["finished", "finished"]
+    logs = [path.read_text() for path in (tmp_path / "runs" / ".submitit").rglob("*_log.out")]
+    assert len(logs) == 4 and sum("parallel fsdp, ranks 2" in log for log in logs) == 2
+
+
 def test_slurm_without_a_sweep_is_refused() -> None:
     output = run("train.py", "experiment=demo", "cluster=slurm", code=2)
     assert "cluster=slurm" in output and "train.py -m" in output
@@ -97,7 +111,7 @@ def test_a_signal_in_a_slurm_job_saves_requeues_and_the_job_goes_on(tiny_run, tm
     (commands / "scontrol").chmod(0o755)
     monkeypatch.setitem(ENVIRONMENT, "PATH", f"{commands}:{os.environ['PATH']}")
     monkeypatch.setitem(ENVIRONMENT, "SLURM_JOB_ID", "4711")
-    settings = tiny_run("checkpoint.every=1000", "steps=400", "evaluation.every=null", "cluster.requeue=true")
+    settings = tiny_run("checkpoint.every=1000", "steps=200", "evaluation.every=null", "cluster.requeue=true")
     folder = tmp_path / "runs" / "run"
     process = start("train.py", *settings)
     wait_for_step(process, folder / "metrics.jsonl", 3)
@@ -106,7 +120,7 @@ def test_a_signal_in_a_slurm_job_saves_requeues_and_the_job_goes_on(tiny_run, tm
     assert process.returncode == 75 and "SLURM job 4711 is in the queue again" in output, output
     assert (tmp_path / "scontrol.txt").read_text() == "requeue 4711\n"
     output = run("train.py", *settings)  # what SLURM does next
-    assert "continuing from step" in output and "finished at step 400" in output
+    assert "continuing from step" in output and "finished at step 200" in output
 
     (commands / "scontrol").write_text("#!/bin/sh\necho slurm_load_jobs error >&2\nexit 1\n")
     process = start("train.py", *settings, "name=other")

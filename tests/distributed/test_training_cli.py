@@ -151,15 +151,19 @@ def test_a_signal_to_one_stops_all_at_the_same_step(tiny_run, start, tmp_path: P
 
 @pytest.mark.slow
 def test_twenty_kills_lose_and_repeat_nothing(tiny_run, start, tmp_path: Path) -> None:
-    settings = tiny_run("checkpoint.every=3", "steps=600", "evaluation.every=null", "instruments.depth=null")
+    settings = tiny_run("checkpoint.every=3", "steps=900", "evaluation.every=null", "instruments.depth=null")
     finish(start(2, *settings, "name=straight"))
     folder, choose, kills = tmp_path / "runs" / "cut", random.Random(5), 0
     while kills < 20:
         with start(2, *settings, "name=cut") as job:
             seen = len(losses(folder)) if (folder / "metrics.jsonl").exists() else 0
-            job.until_step(folder / "metrics.jsonl", seen // 3 * 3 + 1)  # sometimes those of before: during its start
-            time.sleep(choose.uniform(0, 0.3))
-            os.kill(choose.choice(list(job.workers().values())), signal.SIGKILL)
+            early = choose.random() < 0.3  # while it starts and reads its checkpoint
+            if not early:
+                job.until_step(folder / "metrics.jsonl", seen + 1)
+            while not (workers := job.workers()):
+                time.sleep(0.01)
+            time.sleep(choose.uniform(0, 5.0 if early else 0.3))
+            os.kill(choose.choice(list(workers.values())), signal.SIGKILL)
             assert job.ends()[0] != 0
             kills += 1
     finish(start(2, *settings, "name=cut"))

@@ -73,11 +73,11 @@ def test_recomputation_changes_memory_only(tiny_run, residual: str) -> None:
 @pytest.mark.parametrize("ac", ["none", "selective", "full"])
 @pytest.mark.parametrize("how", ["model", "regions"])
 @pytest.mark.parametrize("residual", ["p_lr", "delta"])
-def test_compiled_models_are_one_graph_and_stay_so(tiny_run, residual: str, how: str, ac: str, monkeypatch) -> None:
+@dynamo.patch(error_on_recompile=True)
+def test_compiled_models_are_one_graph_and_stay_so(tiny_run, residual: str, how: str, ac: str) -> None:
     settings = tiny_run(f"model.residual={residual}", "model.layers=4")
     torch._dynamo.reset()
     counters.clear()
-    monkeypatch.setattr(dynamo, "error_on_recompile", True)
     expected, _ = prepared(settings)
     model, tokens = prepared([*settings, f"compile={how}", f"ac={ac}"])
     for _ in range(3):
