@@ -103,6 +103,10 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
     }
     gone: dict[str, Any] = {name: None for name, useless in unused.items() if useless and getattr(config.model, name) is not None}
     notes = [f"model.{name} has no meaning for model.residual={config.model.residual}: recorded as null" for name in gone]
+    if config.compile is Compile.model and placement()[1] > 1:
+        # So that the command for one GPU is the command for many.
+        notes.append("compile=model is compile=regions on many ranks: weights are gathered between one region and the next")
+        config = dataclasses.replace(config, compile=Compile.regions)
     vocabulary = config.model.vocabulary or VOCABULARY[config.tokenizer.name]
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocabulary=vocabulary, **gone)), notes
 
@@ -215,8 +219,6 @@ def _parallel(config: TrainConfig) -> Iterator[str]:
     yield from _shard_degree(mode, parallel.shard_degree, world)
     if config.global_batch >= 1 and config.global_batch % world:
         yield f"global_batch={config.global_batch}: must be a multiple of the {world} processes, which share its streams evenly"
-    if config.compile is Compile.model and world > 1:
-        yield "compile=model: cannot be one graph where weights are gathered in between; write compile=regions"
     if config.cluster.requeue and "SLURM_JOB_ID" not in os.environ:
         yield "cluster.requeue=true: this is no SLURM job (SLURM_JOB_ID is not set); write cluster=local"
 

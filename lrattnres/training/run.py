@@ -23,6 +23,7 @@ from lrattnres.runs.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from lrattnres.runs.folder import RunFolder
 from lrattnres.runs.metrics import MetricsFile
 from lrattnres.training.machine import peak_flops
+from lrattnres.training.memory import available_memory, check_memory
 from lrattnres.training.parallel import Parallel, parallelize, start_parallel
 from lrattnres.training.progress import ProgressBar
 from lrattnres.training.signals import requeue
@@ -42,6 +43,7 @@ def train(config: TrainConfig, notes: list[str]) -> tuple[RunFolder, bool]:
         torch.set_num_threads(config.threads)
     parallel = start_parallel(config)
     ranks = parallel.ranks
+    ranks.together(lambda: check_memory(config, ranks.world, *available_memory(resolve_device(config.device))))
     dataset = _open_data(config, ranks)
     ranks.together(lambda: _try_data(dataset, ranks))
     path = Path(config.runs) / config.name

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lrattnres.checks import resolve
-from lrattnres.config import ConfigError
+from lrattnres.config import Compile, ConfigError
 from lrattnres.data.errors import DataError
 from lrattnres.evaluation.diagnostics import diagnose
 from lrattnres.evaluation.heldout import evaluate
@@ -117,7 +117,6 @@ def test_evaluation_gives_one_number_for_any_number_of_ranks(tiny_run, world: in
         (3, ["parallel.mode=hsdp", "parallel.shard_degree=3", "global_batch=9", "micro_batch=3"], ["3 cannot be", "fsdp"]),
         (4, ["parallel.shard_degree=2"], ["parallel.shard_degree=2", "parallel.mode=hsdp"]),
         (3, [], ["global_batch=16", "3 processes"]),
-        (2, ["compile=model"], ["compile=model", "compile=regions"]),
         (1, ["cluster.requeue=true"], ["cluster.requeue=true", "SLURM_JOB_ID", "cluster=local"]),
         (1, ["parallel.prefetch=-1"], ["parallel.prefetch=-1", "at least 0"]),
     ],
@@ -131,3 +130,10 @@ def test_impossible_layouts_are_refused(monkeypatch, world: int, settings: list[
         resolve(composed("experiment=demo", "name=x", *settings))
     (fault,) = refusal.value.faults
     assert all(word in fault for word in words), fault
+
+
+def test_the_command_for_one_gpu_is_the_command_for_many(monkeypatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    config, notes = resolve(composed("experiment=demo", "name=x", "compile=model"))
+    assert config.compile is Compile.regions and "compile=regions" in notes[0]
