@@ -23,7 +23,7 @@ from lrattnres.runs.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from lrattnres.runs.folder import RunFolder
 from lrattnres.runs.metrics import MetricsFile
 from lrattnres.training.machine import peak_flops
-from lrattnres.training.memory import available_memory, check_memory
+from lrattnres.training.memory import GB, available_memory, check_memory, estimate_memory
 from lrattnres.training.parallel import Parallel, parallelize, start_parallel
 from lrattnres.training.progress import ProgressBar
 from lrattnres.training.signals import requeue
@@ -102,6 +102,8 @@ def _train(config: TrainConfig, notes: list[str], dataset: Dataset, folder: RunF
             say=say,
             parallel=parallel,
         )
+        if ranks.world > 1:
+            say(_share(trainer, config))
         _rewind(trainer, start, folder)
         finished = trainer.fit()
         if not finished and config.cluster.requeue and ranks.first:
@@ -109,6 +111,15 @@ def _train(config: TrainConfig, notes: list[str], dataset: Dataset, folder: RunF
     if finished and ranks.first:
         _finish(folder, trainer)
     return finished
+
+
+def _share(trainer: Trainer, config: TrainConfig) -> str:
+    """What rank 0 of many has to hold and to send."""
+    work, memory = trainer.optimizer.work(), estimate_memory(config, trainer.ranks.world)
+    return (
+        f"rank 0 of {trainer.ranks.world}: {memory.total / GB:.3g} GB at most; its share of Muon: {work['matrices']} matrices, "
+        f"{work['flops'] / 1e9:.3g} GFLOP, and sends {work['bytes_sent'] / 1e6:.3g} MB a step\n"
+    )
 
 
 def _reporters(
