@@ -22,7 +22,9 @@ ConfigStore.instance().store(name="eval_schema", node=defaults(EvalConfig))
 def run(tree: DictConfig) -> bool:
     """One evaluation, printed and written into the run folder."""
     values: Any = OmegaConf.to_container(tree, resolve=True)
-    draw_diagnostics(evaluate_run(parse(EvalConfig, values)))
+    evaluation = evaluate_run(parse(EvalConfig, values))
+    if evaluation.first:
+        draw_diagnostics(evaluation)
     return True
 
 

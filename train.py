@@ -9,11 +9,13 @@ from typing import Any
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from lrattnres.checks import resolve
-from lrattnres.config import TrainConfig, defaults, parse
-from lrattnres.entry import leave, loosened, run_name
+from lrattnres.config import ConfigError, TrainConfig, defaults, parse
+from lrattnres.entry import folder_name, leave, loosened, refuse_early, run_name, take_part
+from lrattnres.ranks import placement
 from lrattnres.report.run import draw_training
 from lrattnres.training.run import train
 
@@ -21,8 +23,8 @@ CONFIGS = Path(__file__).parent / "configs"
 ConfigStore.instance().store(name="train_schema", node=defaults(TrainConfig))
 
 
-def run(tree: DictConfig) -> bool:
-    """One run; False if a signal stopped it."""
+def configured(tree: DictConfig) -> tuple[TrainConfig, list[str]]:
+    """What the settings mean, with a name for the run. Raises ConfigError with every fault."""
     values: Any = OmegaConf.to_container(tree, resolve=True)
     named = values["name"] != "???"
     config, notes = resolve(parse(TrainConfig, values if named else values | {"name": "unnamed"}))
@@ -30,17 +32,35 @@ def run(tree: DictConfig) -> bool:
         choices = HydraConfig.get()
         experiment = str(choices.runtime.choices.get("experiment") or "run")
         config.name = run_name(experiment, config, choices.overrides.task)
-    folder, finished = train(config, notes)
-    if finished:
+    return config, notes
+
+
+def run(tree: DictConfig) -> bool:
+    """One run; False if a signal stopped it."""
+    folder, finished = train(*configured(tree))
+    if finished and placement()[0] == 0:
         draw_training(folder)
     return finished
 
 
+def folder_of(tree: DictConfig) -> Path:
+    """Where a run of a sweep keeps its state; one that is refused has no name but its settings."""
+    try:
+        name = configured(tree)[0].name
+    except ConfigError:
+        name = folder_name("refused-" + "-".join(word.lstrip("+") for word in HydraConfig.get().overrides.task))
+    return Path(tree.runs) / name
+
+
 @hydra.main(version_base="1.3", config_path="configs", config_name="train")
 def main(tree: DictConfig) -> None:
-    leave(lambda: run(tree))
+    if HydraConfig.get().mode is RunMode.MULTIRUN:
+        take_part(folder_of(tree), lambda: run(tree))
+    else:
+        leave(lambda: run(tree))
 
 
 if __name__ == "__main__":
+    refuse_early(sys.argv[1:])
     sys.argv[1:] = loosened(sys.argv[1:], CONFIGS)
     main()

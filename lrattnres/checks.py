@@ -20,6 +20,7 @@ from lrattnres.config import (
     Device,
     LoggerName,
     Orthogonalizer,
+    ParallelMode,
     Precision,
     TokenizeConfig,
     TrainConfig,
@@ -29,6 +30,7 @@ from lrattnres.config import (
 from lrattnres.data.tokenizers import VOCABULARY
 from lrattnres.depth.router import VARIANTS
 from lrattnres.model.attention import choose_attention
+from lrattnres.ranks import placement
 
 DTYPES = {Precision.float32: torch.float32, Precision.bfloat16: torch.bfloat16}
 
@@ -80,6 +82,9 @@ BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "instruments.log": (1, None),
     "instruments.gradients": (1, None),
     "instruments.depth": (1, None),
+    "parallel.shard_degree": (1, None),
+    "parallel.prefetch": (0, None),
+    "parallel.timeout": (1, None),
 }
 
 
@@ -107,6 +112,10 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
     }
     gone: dict[str, Any] = {name: None for name, useless in unused.items() if useless and getattr(config.model, name) is not None}
     notes = [f"model.{name} has no meaning for model.residual={config.model.residual}: recorded as null" for name in gone]
+    if config.compile is Compile.model and placement()[1] > 1:
+        # So that the command for one GPU is the command for many.
+        notes.append("compile=model is compile=regions on many ranks: weights are gathered between one region and the next")
+        config = dataclasses.replace(config, compile=Compile.regions)
     vocabulary = config.model.vocabulary or VOCABULARY[config.tokenizer.name]
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocabulary=vocabulary, **gone)), notes
 
@@ -242,4 +251,33 @@ def _machine(config: TrainConfig) -> Iterator[str]:
         yield "logger.name=wandb: the package wandb is not installed; `pip install wandb`, or write logger=none"
 
 
-CHECKS: tuple[Callable[[TrainConfig], Iterator[str]], ...] = (_bounds, _depth, _shapes, _schedule, _data, _machine)
+def _parallel(config: TrainConfig) -> Iterator[str]:
+    parallel, world, mode = config.parallel, placement()[1], config.parallel.mode
+    alone = mode is ParallelMode.none or (mode is ParallelMode.auto and world == 1)
+    if mode is ParallelMode.none and world > 1:
+        yield f"parallel.mode=none: there are {world} processes, and each would train the whole run; write parallel.mode=auto"
+    if world == 1 and not alone:
+        yield (
+            f"parallel.mode={mode.name}: needs several processes, and this one is alone; start it with "
+            "`torchrun --nproc_per_node=N train.py …`, or write parallel.mode=auto"
+        )
+    yield from _shard_degree(mode, parallel.shard_degree, world)
+    if config.global_batch >= 1 and config.global_batch % world:
+        yield f"global_batch={config.global_batch}: must be a multiple of the {world} processes, which share its streams evenly"
+    if config.cluster.requeue and "SLURM_JOB_ID" not in os.environ:
+        yield "cluster.requeue=true: this is no SLURM job (SLURM_JOB_ID is not set); write cluster=local"
+
+
+def _shard_degree(mode: ParallelMode, degree: int | None, world: int) -> Iterator[str]:
+    if mode is not ParallelMode.hsdp:
+        if degree is not None:
+            yield f"parallel.shard_degree={degree}: has no use without parallel.mode=hsdp; write null, or that mode"
+        return
+    choices = [n for n in range(2, world) if world % n == 0]
+    if world > 1 and degree not in choices:
+        hint = f"write {' or '.join(map(str, choices))}" if choices else f"{world} cannot be; write parallel.mode=fsdp"
+        given = "null" if degree is None else degree
+        yield f"parallel.shard_degree={given}: must cut the {world} processes into several groups of several; {hint}"
+
+
+CHECKS: tuple[Callable[[TrainConfig], Iterator[str]], ...] = (_bounds, _depth, _shapes, _schedule, _data, _machine, _parallel)

@@ -83,6 +83,20 @@ class Compile(Enum):
     regions = "regions"
 
 
+class AC(Enum):
+    none = "none"
+    selective = "selective"
+    full = "full"
+
+
+class ParallelMode(Enum):
+    auto = "auto"
+    none = "none"
+    ddp = "ddp"
+    fsdp = "fsdp"
+    hsdp = "hsdp"
+
+
 class LoggerName(Enum):
     none = "none"
     wandb = "wandb"
@@ -166,6 +180,7 @@ class CheckpointConfig:
     every: int = option("steps between checkpoints", may_change=True)
     keep_last: int = option("newest checkpoints that are kept, at least 1", 2, may_change=True)
     keep_every: int | None = option("checkpoints at multiples of this step are kept for good", None, may_change=True)
+    asynchronous: bool = option("training goes on from a copy in host memory while it is written", False, may_change=True)
 
 
 @dataclass
@@ -191,6 +206,29 @@ class LoggerConfig:
 
 
 @dataclass
+class ParallelConfig:
+    mode: ParallelMode = option(
+        "how weights, gradients and moments lie on the ranks: none (one process), ddp (whole on each), fsdp (in as many "
+        "shards as ranks), hsdp (in shard_degree shards); auto: none for one process, else fsdp",
+        ParallelMode.auto,
+        may_change=True,
+    )
+    shard_degree: int | None = option("ranks that share one copy of the weights, for hsdp; null otherwise", None, may_change=True)
+    reshard: bool = option("free gathered weights after the forward pass, and gather them once more", True, may_change=True)
+    prefetch: int = option("units (pairs of sub-layers) whose weights are gathered ahead of time", 1, may_change=True)
+    timeout: float = option("seconds after which a rank that does not answer is given up", 600.0, may_change=True)
+
+
+@dataclass
+class ClusterConfig:
+    requeue: bool = option(
+        "when a signal stops a SLURM job: save, and put the job back into the queue",
+        False,
+        may_change=True,
+    )
+
+
+@dataclass
 class TrainConfig:
     name: str = option("name of the run folder; it follows from the choices unless given")
     runs: str = option("folder that holds the run folders", "runs", may_change=True)
@@ -210,6 +248,11 @@ class TrainConfig:
         "attention kernel; auto: the fastest that runs here", AttentionBackend.auto, may_change=True
     )
     compile: Compile = option("torch.compile: off, the whole model, or each sub-layer", Compile.off, may_change=True)
+    ac: AC = option(
+        "activation checkpointing: none, selective (sub-layers are recomputed, what depth reads saved stays), full (reads too)",
+        AC.none,
+        may_change=True,
+    )
     threads: int | None = option("CPU threads; null: torch's choice", None, may_change=True)
     model: ModelConfig = option("the transformer", ModelConfig)
     data: DataConfig = option("the corpus", DataConfig)
@@ -219,6 +262,8 @@ class TrainConfig:
     evaluation: EvaluationConfig = option("held-out loss and diagnostics", EvaluationConfig)
     instruments: InstrumentsConfig = option("what is measured in training", InstrumentsConfig)
     logger: LoggerConfig = option("metrics besides the JSON lines", LoggerConfig)
+    parallel: ParallelConfig = option("one run on many ranks", ParallelConfig)
+    cluster: ClusterConfig = option("what a queue of jobs needs to know", ClusterConfig)
 
 
 @dataclass

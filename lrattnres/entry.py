@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from pathlib import Path
 
+from torch import distributed
+
 from lrattnres.config import ConfigError, TrainConfig, fields_of
 from lrattnres.data.errors import DataError, UnreadableError
 from lrattnres.depth.router import VARIANTS
+from lrattnres.ranks import Elsewhere, network_failed, placement
 from lrattnres.runs.checkpoint import CheckpointError
 from lrattnres.runs.folder import RunError
+from lrattnres.runs.sweep import write_status
 from lrattnres.training.signals import STOPPED
 from lrattnres.training.trainer import TrainingError
 
-FINISHED, REFUSED, BROKEN_OFF, UNREADABLE = 0, 2, 3, 74  # 74: EX_IOERR
+FINISHED, FAULT, REFUSED, BROKEN_OFF, UNREADABLE = 0, 1, 2, 3, 74  # 74: EX_IOERR
+
+
+class MemberFailed(Exception):
+    """A run of a sweep failed; the others went on."""
 
 
 def loosened(arguments: Iterable[str], configs: Path) -> list[str]:
@@ -35,23 +46,78 @@ def loosened(arguments: Iterable[str], configs: Path) -> list[str]:
 def leave(run: Callable[[], bool]) -> None:
     """Runs to the end and exits.
 
-    0 finished, 2 refused before anything was done, 3 broken off (it diverged, or the disk is full), 74 data became
-    unreadable (saved), 75 stopped by a signal (saved). Anything else is a fault of ours, with its traceback, and 1.
+    0 finished, 2 refused before anything was done, 3 broken off (it diverged, a rank was lost, or the disk is full), 74
+    data became unreadable (saved), 75 stopped by a signal (saved). Anything else is a fault of ours, with its traceback,
+    and 1.
     """
+    code, _ = attempt(run)
+    _end(code)
+
+
+def take_part(folder: Path, run: Callable[[], bool]) -> None:
+    """A run of a sweep: its state goes to `folder` and the sweep's table (see runs/sweep.py).
+
+    Raises MemberFailed if it failed, after which the sweep goes on and ends as failed; a signal ends the whole sweep.
+    """
+    first = placement()[0] == 0
+    if first:
+        write_status(folder, "running")
+    code, fault = attempt(run)
+    if first:
+        state = {FINISHED: "finished", STOPPED: "stopped", REFUSED: "refused"}.get(code, "failed")
+        write_status(folder, state, fault)
+    if code == STOPPED or network_failed(fault):
+        _end(code)
+    if code != FINISHED:
+        raise MemberFailed(f"{folder}: exit code {code}; see failure.txt there, and sweep.csv beside it") from None
+
+
+def attempt(run: Callable[[], bool]) -> tuple[int, Exception | None]:
+    """The exit code of a run, and what it raised; that is printed here."""
     try:
-        code = FINISHED if run() else STOPPED
+        return (FINISHED if run() else STOPPED), None
     except UnreadableError as failure:
         print(f"unreadable: {failure}", file=sys.stderr)
-        code = UNREADABLE
+        return UNREADABLE, failure
     except (ConfigError, DataError, RunError, CheckpointError) as refusal:
         heading = "the configuration is not possible:\n" if isinstance(refusal, ConfigError) else "refused: "
         print(f"{heading}{refusal}", file=sys.stderr)
-        code = REFUSED
+        return REFUSED, refusal
     except TrainingError as failure:
         print(f"broken off: {failure}", file=sys.stderr)
-        code = BROKEN_OFF
+        return BROKEN_OFF, failure
+    except Elsewhere as fault:
+        return BROKEN_OFF, fault
+    except Exception as fault:
+        traceback.print_exc()
+        return FAULT, fault
+
+
+def _end(code: int) -> None:
+    if distributed.is_initialized():
+        if code not in (FINISHED, STOPPED):
+            # A usual exit would wait for ranks that may be gone.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+        distributed.destroy_process_group()
     if code != FINISHED:
         sys.exit(code)
+
+
+def refuse_early(arguments: Iterable[str]) -> None:
+    """Exits with 2 for a `cluster=slurm` that Hydra could not use, or would not use at all."""
+    arguments = list(arguments)
+    if "cluster=slurm" not in arguments:
+        return
+    faults = []
+    if importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher") is None:
+        faults.append("cluster=slurm: needs the package hydra-submitit-launcher; `pip install lrattnres[slurm]`")
+    if not {"-m", "--multirun"} & set(arguments):
+        faults.append("cluster=slurm: submits the runs of a sweep; write `python train.py -m …`, even for a sweep of one")
+    if faults:
+        print("the configuration is not possible:\n" + "\n".join(f"  - {fault}" for fault in faults), file=sys.stderr)
+        sys.exit(REFUSED)
 
 
 def run_name(experiment: str, config: TrainConfig, overrides: Iterable[str]) -> str:
@@ -65,9 +131,14 @@ def run_name(experiment: str, config: TrainConfig, overrides: Iterable[str]) -> 
     parts += [model.routing.name] if model.routing else []
     parts += [blocks] if VARIANTS[model.residual].keys else []
     parts += [f"r{model.rank}"] if model.rank else []
-    ignored = {"experiment", "logger", "name", "model.residual", "model.routing", "model.blocks", "model.rank"}
+    ignored = {"experiment", "logger", "cluster", "name", "model.residual", "model.routing", "model.blocks", "model.rank"}
     ignored |= {key for key, (_, metadata) in fields_of(TrainConfig).items() if metadata["may_change"]}
     choices = dict(override.lstrip("+~").partition("=")[::2] for override in overrides)
     parts += [f"{key}={choices[key]}" for key in sorted(choices) if key not in ignored]
-    name = re.sub(r"[^\w.=+-]", "_", "-".join(parts))
+    return folder_name("-".join(parts))
+
+
+def folder_name(text: str) -> str:
+    """`text` as the name of a folder, not too long, and another for another text."""
+    name = re.sub(r"[^\w.=+-]", "_", text)
     return name if len(name) <= 150 else f"{name[:130]}-{blake2b(name.encode(), digest_size=8).hexdigest()}"

@@ -183,7 +183,7 @@ def test_a_sweep_runs_what_is_missing(tiny_run, tmp_path: Path) -> None:
     before = folders[2].joinpath("metrics.jsonl").stat().st_mtime_ns
     run("train.py", "-m", *settings, "model.residual=baseline,attn_res,s_lr")
     assert (folders[0] / "summary.json").exists()
-    assert {path.name for path in (tmp_path / "runs").iterdir() if path.is_file()} <= {"multirun.yaml"}
+    assert {path.name for path in (tmp_path / "runs").iterdir() if path.is_file()} <= {"multirun.yaml", "sweep.csv"}
     assert folders[2].joinpath("metrics.jsonl").stat().st_mtime_ns == before
 
 

@@ -10,7 +10,7 @@ from tests.paths import ROOT
 PACKAGE = ROOT / "lrattnres"
 # Each room may import those before it, and itself.
 ORDER = [
-    ("config", "kernels", "files"),
+    ("config", "kernels", "files", "ranks"),
     ("depth",),
     ("model",),
     ("data", "optim"),

@@ -38,6 +38,10 @@ class DepthProbe:
         self.largest[site] += _total(weights.amax(-1))
         self.weights[site] += weights.flatten(0, -2).sum(0, dtype=torch.float64).cpu()
 
+    def sums(self) -> list[Tensor]:
+        """Everything that adds up over tokens, alive: ranks make one result of theirs by summing these in place."""
+        return [self.tokens, self.norm, self.effective, self.largest, *self.weights]
+
     def results(self) -> dict[str, Any]:
         """Plain lists for JSON, one entry a site: what is undefined where nothing routes is None."""
         routes = [site > 0 and self.router.variant.keys is not None for site in self.router.plan.sites]

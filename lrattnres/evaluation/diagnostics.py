@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,18 +12,25 @@ from torch import Tensor
 from lrattnres.depth.probe import DepthProbe
 from lrattnres.evaluation.loss import window_losses
 from lrattnres.model.transformer import Transformer
+from lrattnres.ranks import Ranks
 
 
 @torch.no_grad()
-def diagnose(model: Transformer, windows: Iterable[Tensor], separator: int, *, documents: bool) -> dict[str, Any]:
+def diagnose(
+    model: Transformer, windows: Iterable[Tensor], separator: int, *, documents: bool, ranks: Ranks | None = None
+) -> dict[str, Any]:
     """Effective sources, mean and largest α, and the norm of h, per site: see `DepthProbe`.
 
     Every position of every window counts once; the padding of the last window is cut off row by row.
+    Rank r of W, each with a whole model, takes batches r, r + W, …, and all get the result of all.
     """
+    ranks = ranks or Ranks()
     probe = DepthProbe(model.router)
-    for batch in windows:
+    for batch in itertools.islice(windows, ranks.rank, None, ranks.world):
         for window in _unpadded(batch):
             window_losses(model, window, separator, documents=documents, observe=probe)
+    for sums in probe.sums():
+        ranks.sum(sums)
     return probe.results()
 
 

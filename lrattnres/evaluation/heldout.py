@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torchmetrics import SumMetric
 
 from lrattnres.data.packing import IGNORE
 from lrattnres.data.tokenizers import Tokenizer
 from lrattnres.evaluation.loss import window_losses
 from lrattnres.model.transformer import Transformer
+from lrattnres.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -41,15 +42,30 @@ class HeldOut:
 
 
 @torch.no_grad()
-def evaluate(model: Transformer, windows: Iterable[Tensor], tokenizer: Tokenizer, *, documents: bool) -> HeldOut:
-    """Cross-entropy alone, without z-loss, over windows [B, T+1] whose padding is IGNORE. Sums are float64."""
-    nats, tokens, size = (SumMetric(nan_strategy="disable").set_dtype(torch.float64) for _ in range(3))
+def evaluate(
+    model: Transformer, windows: Iterable[Tensor], tokenizer: Tokenizer, *, documents: bool, ranks: Ranks | None = None
+) -> HeldOut:
+    """Cross-entropy alone, without z-loss, over windows [B, T+1] whose padding is IGNORE. Sums are float64.
+
+    Rank r of W takes batches r, r + W, …; all their sums are then added in the order of the batches, so the result is
+    the same for any number of ranks. All ranks take part in every pass, with padding where the batches run out: the
+    weights of a sharded model are gathered by all of them.
+    """
+    ranks = ranks or Ranks()
     bytes_of = torch.from_numpy(tokenizer.token_bytes)
-    for batch in windows:
-        sums = window_losses(model, batch, tokenizer.separator, documents=documents).sums()
+    sums = []
+    for batch in _shares(windows, ranks):
+        losses = window_losses(model, batch, tokenizer.separator, documents=documents).sums()
         targets = batch[:, 1:]
-        nats.update(sums.cross_entropy.cpu())
-        tokens.update(sums.tokens.cpu())
-        size.update(bytes_of[targets[targets != IGNORE]].sum().double())
-    count = int(tokens.compute())
-    return HeldOut(loss=nats.compute().item() / count, tokens=count, bytes=int(size.compute()))
+        size = bytes_of[targets[targets != IGNORE]].sum()
+        sums.append(torch.stack([losses.cross_entropy.cpu(), losses.tokens.cpu(), size.double()]))
+    in_order = ranks.gather(torch.stack(sums)).transpose(0, 1).flatten(0, 1).tolist()
+    nats, tokens, size = (sum(column) for column in zip(*in_order, strict=True))
+    return HeldOut(loss=nats / tokens, tokens=int(tokens), bytes=int(size))
+
+
+def _shares(windows: Iterable[Tensor], ranks: Ranks) -> Iterator[Tensor]:
+    """This rank's batches; as many on every rank."""
+    batches = iter(windows)
+    while round_ := list(itertools.islice(batches, ranks.world)):
+        yield round_[ranks.rank] if ranks.rank < len(round_) else torch.full_like(round_[0], IGNORE)

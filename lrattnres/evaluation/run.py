@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,56 +17,70 @@ from lrattnres.evaluation.diagnostics import diagnose
 from lrattnres.evaluation.heldout import HeldOut, evaluate
 from lrattnres.model.attention import choose_attention
 from lrattnres.model.transformer import Transformer, build_model
+from lrattnres.ranks import start_ranks
 from lrattnres.runs.checkpoint import Checkpoint, Checkpoints
 from lrattnres.runs.files import to_json, write_atomic
 from lrattnres.runs.folder import RunError, RunFolder
 
+TIMEOUT = 600.0  # seconds for a rank that is slower than the others
+
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was measured, and where it lies: `record` in `file`, `diagnostics` beside it."""
+    """What was measured, and where it lies: `record` in `file`, `diagnostics` beside it. `first`: on rank 0."""
 
     folder: RunFolder
     step: int
-    file: Path
+    first: bool
     record: dict[str, Any]
     diagnostics: dict[str, Any] | None
+
+    @property
+    def file(self) -> Path:
+        return self.folder.path / "evaluation" / f"step_{self.step:06d}.json"
+
+    def write(self) -> None:
+        self.file.parent.mkdir(exist_ok=True)
+        write_atomic(self.file, to_json(self.record, indent=2) + "\n")
+        if self.diagnostics is not None:
+            write_atomic(self.file.with_suffix(".diagnostics.json"), to_json(self.diagnostics, indent=1) + "\n")
 
 
 def evaluate_run(config: EvalConfig) -> Evaluation:
     """Prints and writes the held-out loss of a checkpoint, and the depth diagnostics if asked.
 
+    Under torchrun the ranks share the windows, each with a whole model, and the result is that of one; rank 0 writes.
     Raises RunError for a folder that is no run or a corpus that is not the run's, CheckpointError for a damaged
     checkpoint, ConfigError for settings that cannot be.
     """
     if config.threads:
         torch.set_num_threads(config.threads)
-    folder, checkpoint = _find(config)
+    ranks = start_ranks(resolve_device(config.device).type, TIMEOUT)
+    say = print if ranks.first else (lambda text: None)
+    folder, checkpoint = _find(config, say)
     settings = _settings(config, RunFolder.read_config(folder.path))
     dataset = open_dataset(settings, folder.listing())
     _check_identity(folder, dataset)
     model = _load(settings, checkpoint)
 
-    print(f"{checkpoint.path}: {model.head.weight.device}, {settings.precision.name}, attention {model.attention.name}")
+    say(f"{checkpoint.path}: {model.head.weight.device}, {settings.precision.name}, attention {model.attention.name}")
     budget = settings.evaluation
     windows = dataset.held_out_windows(budget.tokens, budget.batch)
-    held_out = evaluate(model, windows, dataset.tokenizer, documents=settings.documents)
-    print(_sentence(held_out))
+    held_out = evaluate(model, windows, dataset.tokenizer, documents=settings.documents, ranks=ranks)
+    say(_sentence(held_out))
     record = {"step": checkpoint.step, **held_out.record(), "precision": settings.precision.name}
     record |= {"attention": model.attention.name, "device": str(model.head.weight.device)}
-    file = folder.path / "evaluation" / f"step_{checkpoint.step:06d}.json"
-    file.parent.mkdir(exist_ok=True)
-    write_atomic(file, to_json(record, indent=2) + "\n")
-
     diagnostics = None
     if config.diagnostics:
         windows = dataset.held_out_windows(budget.diagnostics_tokens, budget.batch)
-        diagnostics = diagnose(model, windows, dataset.tokenizer.separator, documents=settings.documents)
-        write_atomic(file.with_suffix(".diagnostics.json"), to_json(diagnostics, indent=1) + "\n")
-    return Evaluation(folder, checkpoint.step, file, record, diagnostics)
+        diagnostics = diagnose(model, windows, dataset.tokenizer.separator, documents=settings.documents, ranks=ranks)
+    result = Evaluation(folder, checkpoint.step, ranks.first, record, diagnostics)
+    if ranks.first:
+        result.write()
+    return result
 
 
-def _find(config: EvalConfig) -> tuple[RunFolder, Checkpoint]:
+def _find(config: EvalConfig, say: Callable[[str], None]) -> tuple[RunFolder, Checkpoint]:
     """`run` names a run folder, or one of the folders under its `checkpoints`."""
     path, step = Path(config.run), config.step
     if path.parent.name == "checkpoints" and path.name.startswith("step_"):
@@ -80,7 +95,7 @@ def _find(config: EvalConfig) -> tuple[RunFolder, Checkpoint]:
     checkpoints = Checkpoints(folder.checkpoints_path)
     if step is not None:
         return folder, checkpoints.at(step)
-    newest = checkpoints.newest(print)
+    newest = checkpoints.newest(say)
     if newest is None:
         raise RunError(f"{folder.checkpoints_path}: no whole checkpoint to evaluate; train the run first")
     return folder, newest

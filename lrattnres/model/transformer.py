@@ -6,8 +6,8 @@ import hashlib
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lrattnres.config import ModelConfig
 from lrattnres.depth.plan import DepthPlan
@@ -59,15 +59,20 @@ class Transformer(nn.Module):
         config, router = self.config, self.router
         turn = rotation(tokens.shape[1], config.dim // config.heads, config.rope_base, tokens.device)
         context = Context(mask, turn)
-        depth = router.begin(F.embedding(tokens, self.embedding.weight).to(self.dtype))
-        for site, sublayer in enumerate(self.sublayers):
+        depth = router.begin(self.embedding(tokens).to(self.dtype))
+        for site in range(len(self.sublayers)):
             if observe:
                 observe(site, depth)
-            depth = router.write(depth, site, sublayer(router.read(depth, site), context))
+            depth = self.step(depth, site, context)
         last = len(self.sublayers)
         if observe:
             observe(last, depth)
         return self.head(router.read(depth, last))
+
+    def step(self, depth: Depth, site: int, context: Context) -> Depth:
+        """The state after sub-layer `site` has read and written: what activation checkpointing can make again."""
+        output = self.sublayers[site](self.router.read(depth, site), context)
+        return self.router.write(depth, site, output)
 
 
 def build_model(
@@ -77,13 +82,16 @@ def build_model(
     device: torch.device,
     attention: AttentionBackend,
     dtype: torch.dtype,
+    prepare: Callable[[Transformer], None] = lambda model: None,
 ) -> Transformer:
     """A model on `device` with its initial weights, or with none (seed None) for a checkpoint to fill.
 
+    `prepare` changes the model before there are weights: cut into shards then, it is never whole on any rank.
     Nothing is allocated twice.
     """
     with torch.device("meta"):
         model = Transformer(config, attention, dtype)
+    prepare(model)
     model.to_empty(device=device)
     if seed is not None:
         initialize(model, seed)
@@ -95,7 +103,8 @@ def initialize(model: Transformer, seed: int) -> None:
     """Normal with `init_std` everywhere, zero for queries.
 
     Each weight has a random stream of its own, keyed on (seed, its name) and drawn on the CPU. So equal names have
-    equal weights in every variant and on every device, in whatever order they are filled.
+    equal weights in every variant and on every device, in whatever order they are filled; and a rank that holds shards
+    draws each weight whole, one at a time, and keeps its own part.
     """
     for name, weight in model.named_parameters():
         if name == "router.queries":
@@ -103,4 +112,8 @@ def initialize(model: Transformer, seed: int) -> None:
             continue
         digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        weight.copy_(torch.empty(weight.shape).normal_(std=model.config.init_std, generator=generator))
+        full = torch.empty(weight.shape).normal_(std=model.config.init_std, generator=generator)
+        if isinstance(weight, DTensor):  # cut on every rank alike: nothing has to be sent
+            weight.copy_(distribute_tensor(full.to(weight.device), weight.device_mesh, weight.placements, src_data_rank=None))
+        else:
+            weight.copy_(full)

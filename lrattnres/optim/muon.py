@@ -84,6 +84,17 @@ def orthogonalize(matrices: Tensor, orthogonalizer: Orthogonalizer, steps: int) 
     return (x.mT if tall else x).to(matrices.dtype)
 
 
+def flops(rows: int, cols: int, steps: int) -> int:
+    """Floating-point operations that `orthogonalize` spends on the products of one matrix, two for a multiply-add."""
+    small, large = sorted((rows, cols))
+    return steps * (4 * small * small * large + 2 * small**3)
+
+
+def update_scale(rows: int, cols: int) -> float:
+    """sqrt(max(1, rows / cols)): a tall matrix takes larger steps, as its orthogonal factor has smaller entries."""
+    return max(1.0, rows / cols) ** 0.5
+
+
 def nesterov(gradients: list[Tensor], buffers: list[Tensor], momentum: float) -> Tensor:
     """Advances the momentum buffers in place and returns the stacked look-ahead [n, rows, cols].
 
@@ -94,13 +105,15 @@ def nesterov(gradients: list[Tensor], buffers: list[Tensor], momentum: float) ->
     return torch.stack(torch._foreach_lerp(gradients, buffers, momentum))
 
 
-def apply_updates(weights: Sequence[Tensor], updates: Tensor, lr: float, weight_decay: float, cautious: bool) -> None:
-    """Decays and moves every weight in place: W <- W - lr wd W - lr sqrt(max(1, rows / cols)) O.
+def apply_updates(
+    weights: Sequence[Tensor], updates: Tensor, *, scale: float, lr: float, weight_decay: float, cautious: bool
+) -> None:
+    """Decays and moves every weight in place: W <- W - lr wd W - lr scale O, with the scale of `update_scale`.
 
-    `updates` O is [n, rows, cols], one matrix for each weight. Cautious: an entry decays only where it and its update
-    have the same sign, so the decay never works against the update, and a zero update decays nothing.
+    `updates` O is [n, rows, cols], one matrix for each weight, or the same rows of each. Cautious: an entry decays only
+    where it and its update have the same sign, so the decay never works against the update, and a zero update decays
+    nothing.
     """
-    scale = max(1.0, updates.size(-2) / updates.size(-1)) ** 0.5
     for weight, update in zip(weights, updates.unbind(), strict=True):
         decayed = weight * (weight * update > 0) if cautious else weight
         weight.sub_(decayed, alpha=lr * weight_decay).sub_(update, alpha=lr * scale)

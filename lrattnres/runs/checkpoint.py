@@ -2,7 +2,8 @@
 
     checkpoints/step_000040/
         manifest.json                 format, step, details, and size and SHA-256 of every other file
-        .metadata  __0_0.distcp       torch.distributed.checkpoint (DCP): one entry "model.NAME" for each tensor
+        .metadata                     torch.distributed.checkpoint (DCP): one entry "model.NAME" for each tensor
+        __0_0.distcp  __1_0.distcp    what each rank wrote
 
 A save goes to the hidden sibling `.step_000040.partial`, is brought to the disk, and only then gets its name. What is
 found under a final name was therefore complete once; the manifest tells whether it still is.
@@ -10,38 +11,37 @@ found under a final name was therefore complete once; the manifest tells whether
 
 from __future__ import annotations
 
-import hashlib
 import json
-import pickle
 import re
 import shutil
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
-from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+from torch.distributed import ProcessGroup
 
-from lrattnres.runs.files import sync, write_atomic
+from lrattnres.runs.crew import CheckpointError, Crew
+from lrattnres.runs.files import sync
+from lrattnres.runs.manifest import verified_manifest, write_manifest
+from lrattnres.runs.tensors import (
+    Reader,
+    State,
+    differences,
+    explained,
+    faults_of,
+    listed,
+    named_tensors,
+    read_tensors,
+    snapshot,
+    write_tensors,
+)
 
-State = dict[str, dict[str, torch.Tensor]]
-
-FORMAT = 1
-MANIFEST = "manifest.json"
-
-
-class CheckpointError(Exception):
-    """A checkpoint that cannot be written, is damaged, or does not fit; `str` names the path and every fault."""
+__all__ = ["Checkpoint", "CheckpointError", "Checkpoints", "State"]
 
 
 class Checkpoint:
-    """One complete checkpoint whose files have just been compared with its manifest.
+    """One complete checkpoint whose files have just been compared with its manifest, by all ranks of `crew` together.
 
     Raises CheckpointError that names the folder and the first thing that is wrong with it.
     """
@@ -50,60 +50,106 @@ class Checkpoint:
     path: Path
     details: dict[str, Any]
 
-    def __init__(self, path: Path, step: int):
-        manifest = _verified_manifest(path, step)
+    def __init__(self, path: Path, step: int, crew: Crew):
+        manifest = verified_manifest(path, step, crew)
         self.path, self.step, self.details = path, step, manifest["details"]
-        self._files = frozenset(manifest["files"])
+        self._files, self._crew = frozenset(manifest["files"]), crew
+
+    def keys(self, group: str) -> list[str]:
+        """The keys under a top-level name, sorted; none where there is no such name.
+
+        Not collective. It is the caller who decides about the values of ranks that were there and are no more.
+        """
+        with explained(f"{self.path}: cannot be read"):
+            saved = [name.partition(".") for name in self._reader().read_metadata().state_dict_metadata]
+            return sorted(key for name, _, key in saved if name == group)
 
     def load(self, state: State) -> None:
-        """Copies the saved values into the given tensors, bit by bit; each may lie on any device.
+        """Copies the saved values into the given tensors, bit by bit; each may lie on any device, whole or sharded,
+        however it was when it was saved. Collective.
 
-        Top-level names of the checkpoint that `state` leaves out are not read. Inside a given one, names, shapes and
-        dtypes must be the saved ones: CheckpointError lists every difference, and no tensor is touched.
+        Top-level names of the checkpoint that no rank's `state` has are not read. Inside a given one, names, shapes and
+        dtypes must be the saved ones, but for keys that only another rank gives: CheckpointError lists every difference,
+        and no tensor is touched.
         """
-        reader = _Reader(self.path, self._files)
-        with _explained(f"{self.path}: cannot be read"):
-            faults = _faults(state) or _differences(state, reader.read_metadata())
-            if faults:
-                raise CheckpointError(f"{self.path} does not fit:\n" + _listed(faults))
-            load_tensors({name: dict(group) for name, group in state.items() if group}, storage_reader=reader, no_dist=True)
+        reader, crew = self._reader(), self._crew
+
+        def check() -> tuple[set[str], set[str]]:
+            self._refuse(faults_of(state))
+            return set(named_tensors(state)), set(state)
+
+        with explained(f"{self.path}: cannot be read"):
+            wanted = crew.share(check)
+            names, groups = (set().union(*parts) for parts in zip(*wanted, strict=True))
+            crew.share(lambda: self._refuse(differences(state, reader.read_metadata(), names, groups)))
+            crew.share(lambda: read_tensors(reader, state))
+
+    def _refuse(self, faults: list[str]) -> None:
+        if faults:
+            raise CheckpointError(f"{self.path} does not fit:\n" + listed(faults))
+
+    def _reader(self) -> Reader:
+        return Reader(self.path, self._files)
 
 
 class Checkpoints:
-    """The checkpoints of one run, written by one process at a time."""
+    """The checkpoints of one run, written by one process at a time, or by the ranks of a job together.
 
-    def __init__(self, folder: Path, *, keep_last: int = 2, keep_every: int | None = None):
-        """Keeps the newest `keep_last` checkpoints, and those at multiples of `keep_every`. Touches no file."""
+    With a `group`, which must be the whole job, every rank makes one of these, and all call `save`, `wait`, `newest`,
+    `at` and `load` at the same point; what fails on one fails on all. Without it a process is alone, be there a group or
+    not, and can read what any number of ranks wrote.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep_last: int = 2,
+        keep_every: int | None = None,
+        group: ProcessGroup | None = None,
+        asynchronous: bool = False,
+        timeout: float = 1800.0,
+    ):
+        """Keeps the newest `keep_last` checkpoints, and those at multiples of `keep_every`. Touches no file.
+
+        `asynchronous`: `save` returns when it has a copy in host memory. Ranks that are further apart than `timeout`
+        seconds give up.
+        """
         for name, value in {"keep_last": keep_last, "keep_every": keep_every}.items():
             if value is not None and value < 1:
                 raise CheckpointError(f"checkpoint.{name}={value}: must be at least 1")
         self.folder, self.keep_last, self.keep_every = Path(folder), keep_last, keep_every
+        self._crew = Crew(group, timeout)
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
+        self._pending: Future[Path] | None = None
 
     def save(self, step: int, state: State, details: dict[str, Any]) -> Path:
-        """Writes the checkpoint of `step` and returns its folder; one that was there before is replaced.
+        """Writes the checkpoint of `step` and returns its folder; one that was there before is replaced. Collective.
 
-        `details` is kept in the manifest and must survive JSON unchanged. Afterwards older checkpoints are removed, as
-        the constructor says, but never the one just written. Raises CheckpointError when a value is no tensor, or the
-        disk refuses (then nothing of this save remains, and what was there before still is).
+        DTensors are saved as what they are shards of. A plain tensor is saved once, and must be the same on every rank
+        that has its key; give a value of one rank a key with the rank in it, like "cpu.rank3". `details` (those of rank
+        0) are kept in the manifest and must survive JSON unchanged. Afterwards older checkpoints are removed, as the
+        constructor says, but never the one just written.
+
+        Raises CheckpointError when a value is no tensor, or not the same everywhere, or the disk refuses on any rank:
+        then nothing of this save remains, and what was there before still is. An asynchronous one raises it at the next
+        `save` or `wait`, after which it is forgotten.
         """
-        faults = _faults(state) + _unfaithful(details)
-        if faults:
-            raise CheckpointError(f"{self.folder / _name(step)} is not written:\n" + _listed(faults))
-        partial = self._hidden(step, "partial")
-        try:
-            with _explained(f"{partial}: the checkpoint of step {step} is not written, earlier ones are as they were"):
-                self.folder.mkdir(parents=True, exist_ok=True)
-                self._sweep()
-                partial.mkdir()
-                groups = {name: dict(group) for name, group in state.items() if group}
-                save_tensors(groups, storage_writer=_Writer(partial), no_dist=True)
-                _write_manifest(partial, step, details)
-                path = self._install(partial, step)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-        with _explained(f"{path} is written, but older checkpoints cannot be removed"):
-            self._prune(step)
-        return path
+        self.wait()
+        self._crew.share(lambda: self._check(step, state, details))
+        if self._background is None:
+            return self._write(step, state, details)
+        with explained(f"{self.folder / _name(step)} is not written: its copy in host memory"):
+            copy: State = {}
+            self._crew.share(lambda: copy.update(snapshot(state)))
+        self._pending = self._background.submit(self._write, step, copy, json.loads(json.dumps(details)))
+        return self.folder / _name(step)
+
+    def wait(self) -> None:
+        """Returns when no save goes on any more. Raises CheckpointError if the last one failed, once."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, rising; nothing is verified."""
@@ -111,10 +157,10 @@ class Checkpoints:
 
     def newest(self, report: Callable[[str], None]) -> Checkpoint | None:
         """The newest complete checkpoint, None where there is none. Each newer one that is broken, and each save that
-        was cut short, is passed over, and `report` gets a line with its path and what is wrong.
+        was cut short, is passed over, and `report` gets a line with its path and what is wrong. Collective.
         """
-        complete = set(self.steps())
-        unfinished = {step for step, _, ending in self._entries() if ending == "partial"} - complete
+        self.wait()
+        complete, unfinished = self._crew.first(self._found)
         for step in sorted(complete | unfinished, reverse=True):
             if step in unfinished:
                 report(f"{self._hidden(step, 'partial')}: unfinished, its save was cut short (or still goes on); passed over")
@@ -126,21 +172,61 @@ class Checkpoints:
         return None
 
     def at(self, step: int) -> Checkpoint:
-        """The checkpoint of `step`. Raises CheckpointError that lists the steps there are, or says what is broken."""
-        if step not in self.steps():
-            there = ", ".join(map(str, self.steps())) or "none"
-            raise CheckpointError(f"{self.folder}: no checkpoint of step {step}; there are: {there}")
-        return Checkpoint(self._path(step), step)
+        """The checkpoint of `step`. Collective. Raises CheckpointError that lists the steps there are, or says what is
+        broken.
+        """
+        self.wait()
+
+        def find() -> Path:
+            if step not in self.steps():
+                there = ", ".join(map(str, self.steps())) or "none"
+                raise CheckpointError(f"{self.folder}: no checkpoint of step {step}; there are: {there}")
+            return self._path(step)
+
+        return Checkpoint(self._crew.first(find), step, self._crew)
 
     def rewind(self, step: int) -> list[int]:
         """Removes the checkpoints after `step` and returns their steps: once a run goes on from `step`, they belong to
-        a past that did not happen, and must not be taken for its newest ones later.
+        a past that did not happen, and must not be taken for its newest ones later. Not collective: one process does it.
         """
+        self.wait()
         gone = [later for later in self.steps() if later > step]
-        with _explained(f"{self.folder}: checkpoints after step {step} cannot be removed"):
+        with explained(f"{self.folder}: checkpoints after step {step} cannot be removed"):
             for later in gone:
                 self._remove(later)
         return gone
+
+    def _check(self, step: int, state: State, details: dict[str, Any]) -> None:
+        faults = faults_of(state) + _unfaithful(details)
+        if faults:
+            raise CheckpointError(f"{self.folder / _name(step)} is not written:\n" + listed(faults))
+
+    def _write(self, step: int, state: State, details: dict[str, Any]) -> Path:
+        """All of a save, in the background or not. Every line is for all ranks, and fails on all or on none."""
+        partial, crew = self._hidden(step, "partial"), self._crew
+        try:
+            with explained(f"{partial}: the checkpoint of step {step} is not written, earlier ones are as they were"):
+                crew.first(lambda: self._begin(partial))
+                write_tensors(partial, state, crew)
+                write_manifest(partial, step, details, crew)
+                crew.first(lambda: self._install(partial, step))
+        finally:
+            if crew.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+        path = self.folder / _name(step)
+        with explained(f"{path} is written, but older checkpoints cannot be removed"):
+            crew.first(lambda: self._prune(step))
+        return path
+
+    def _begin(self, partial: Path) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._sweep()
+        partial.mkdir()
+
+    def _found(self) -> tuple[set[int], set[int]]:
+        """Steps that have a checkpoint, and those that have no more than the beginning of one."""
+        complete = set(self.steps())
+        return complete, {step for step, _, ending in self._entries() if ending == "partial"} - complete
 
     def _entries(self) -> Iterator[tuple[int, Path, str]]:
         """(step, path, ending) of every folder with a name of ours; the ending is empty for a final name."""
@@ -157,7 +243,7 @@ class Checkpoints:
         path = self.folder / _name(step)
         return path if path.exists() else self._hidden(step, "replaced")
 
-    def _install(self, partial: Path, step: int) -> Path:
+    def _install(self, partial: Path, step: int) -> None:
         """Gives a complete folder its final name. The old one keeps a name under which it is found until then."""
         path, aside = self.folder / _name(step), self._hidden(step, "replaced")
         if path.exists():
@@ -166,7 +252,6 @@ class Checkpoints:
         sync(self.folder)
         if aside.exists():
             shutil.rmtree(aside)
-        return path
 
     def _remove(self, step: int) -> None:
         """Renamed first: a folder that is half deleted must not look like a damaged checkpoint."""
@@ -189,115 +274,8 @@ class Checkpoints:
                 shutil.rmtree(path)
 
 
-class _Writer(FileSystemWriter):
-    def storage_meta(self) -> StorageMeta:
-        """Without the path of the folder, which is renamed, and which a reader would have to unpickle."""
-        return StorageMeta(save_id=self.save_id)
-
-
-class _Reader(FileSystemReader):
-    """DCP's reader without its one unsafe spot. Tensors are read by `torch.load(weights_only=True)` already, but
-    `.metadata` is a pickle, and entries that are no tensors would be unpickled as they come.
-    """
-
-    def __init__(self, path: Path, files: frozenset[str]):
-        super().__init__(path)
-        self._files = files
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Raises CheckpointError for whatever is not a description of tensors in files of the manifest."""
-        path = Path(self.path) / ".metadata"
-        try:
-            with path.open("rb") as file:
-                metadata = _Unpickler(file).load()
-            entries, storage = metadata.state_dict_metadata, metadata.storage_data
-            foreign = [name for name, entry in entries.items() if type(entry) is not TensorStorageMetadata]
-            elsewhere = {place.relative_path for place in storage.values()} - self._files
-            transformed = [index.fqn for index, place in storage.items() if place.transform_descriptors]
-        except CheckpointError as fault:
-            raise CheckpointError(f"{path}: {fault}") from None
-        except Exception as fault:  # bytes that are no pickle of ours can make `load` raise anything
-            raise CheckpointError(f"{path}: not the description of a checkpoint: {fault!r}") from fault
-        faults = [f"{name}: not a tensor" for name in foreign] + [f"{name}: compressed" for name in transformed]
-        faults += [f"refers to {name}, which is not in {MANIFEST}" for name in sorted(elsewhere)]
-        if faults:
-            raise CheckpointError(f"{path} is refused:\n" + _listed(faults))
-        return metadata
-
-
-_METADATA_CLASSES = (
-    *("Metadata", "MetadataIndex", "StorageMeta", "ChunkStorageMetadata"),
-    *("TensorStorageMetadata", "TensorProperties", "BytesStorageMetadata", "_MEM_FORMAT_ENCODING"),
-)
-_UNPICKLED = {
-    *(("torch.distributed.checkpoint.metadata", name) for name in _METADATA_CLASSES),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
-}
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        """Only what DCP's own description of tensors is made of: anything else could run code."""
-        if (module, name) in _UNPICKLED:
-            return super().find_class(module, name)
-        raise CheckpointError(f"wants {module}.{name}, which has no place in a checkpoint; the file is not opened")
-
-
-@contextmanager
-def _explained(what: str) -> Iterator[None]:
-    """Any failure inside becomes a CheckpointError that begins with `what`; an interrupt stays an interrupt.
-
-    DCP wraps whatever happens, a keyboard interrupt too, into a BaseException of its own, and warns that there is no
-    process group, which is what we ask for.
-    """
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-            yield
-        return
-    except CheckpointError:
-        raise
-    except CheckpointException as wrapped:
-        fault = next(iter(wrapped.failures.values()))[0]
-    except Exception as plain:
-        fault = plain
-    if not isinstance(fault, Exception) or isinstance(fault, CheckpointError):
-        raise fault
-    # The serializer answers a full disk with an error about itself; what the system said is further up the chain.
-    cause = next((error for error in _chain(fault) if isinstance(error, OSError)), fault)
-    raise CheckpointError(f"{what}: {cause}") from fault
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
 def _name(step: int) -> str:
     return f"step_{step:06d}"
-
-
-def _listed(faults: list[str]) -> str:
-    return "\n".join(f"  - {fault}" for fault in faults)
-
-
-def _faults(state: Mapping[str, Any]) -> list[str]:
-    """What keeps a state from being saved or loaded into."""
-    faults = []
-    for name, group in state.items():
-        if not isinstance(group, Mapping) or "." in name:
-            faults.append(f"{name}: must be a dictionary of tensors, under a name without a dot")
-            continue
-        for key, value in group.items():
-            if not isinstance(value, torch.Tensor):
-                faults.append(f"{name}.{key}={value!r}: not a tensor; write torch.tensor({value!r})")
-            elif value.is_meta:
-                faults.append(f"{name}.{key}: on the meta device, without values")
-    return faults
 
 
 def _unfaithful(details: dict[str, Any]) -> list[str]:
@@ -307,66 +285,3 @@ def _unfaithful(details: dict[str, Any]) -> list[str]:
         return [f"details={details!r}: JSON gives something else back; write lists, and texts as keys"]
     except (TypeError, ValueError) as fault:
         return [f"details={details!r}: cannot be written as JSON: {fault}"]
-
-
-def _differences(state: State, metadata: Metadata) -> list[str]:
-    """Every name, shape and dtype in which the wanted part of a checkpoint differs from `state`."""
-    saved = metadata.state_dict_metadata
-    wanted = {f"{name}.{key}": value for name, group in state.items() for key, value in group.items()}
-    faults = [f"{key}: not in the checkpoint" for key in wanted if key not in saved]
-    faults += [f"{key}: in the checkpoint, but not wanted" for key in saved if key not in wanted and key.split(".")[0] in state]
-    for key in wanted.keys() & saved.keys():
-        there, here = saved[key], wanted[key]
-        assert isinstance(there, TensorStorageMetadata)  # the reader has refused all else
-        if (there.size, there.properties.dtype) != (here.shape, here.dtype):
-            faults.append(
-                f"{key}: {there.properties.dtype} {tuple(there.size)} in the checkpoint, {here.dtype} {tuple(here.shape)} wanted"
-            )
-    return sorted(faults)
-
-
-def _write_manifest(folder: Path, step: int, details: dict[str, Any]) -> None:
-    """Written last; `sha256` is that of the manifest itself without this key, so that no flipped bit goes unseen."""
-    files = {}
-    for path in sorted(folder.iterdir()):
-        sync(path)
-        files[path.name] = {"size": path.stat().st_size, "sha256": _hash(path)}
-    manifest: dict[str, Any] = {"format": FORMAT, "step": step, "details": details, "files": files}
-    manifest["sha256"] = _own_hash(manifest)
-    write_atomic(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
-
-
-def _verified_manifest(folder: Path, step: int) -> dict[str, Any]:
-    """The manifest of a folder. Raises CheckpointError at the first thing that is not as it says."""
-    path = folder / MANIFEST
-    try:
-        manifest = json.loads(path.read_bytes())
-        if manifest["format"] != FORMAT:
-            raise CheckpointError(f"{path}: format {manifest['format']}, this version reads {FORMAT}; use the one that wrote it")
-        if manifest["sha256"] != _own_hash(manifest) or manifest["step"] != step:
-            raise CheckpointError(f"{path}: damaged, or of another folder: it was not written like this for step {step}")
-        for name, entry in manifest["files"].items():
-            file = folder / name
-            if file.parent != folder:
-                raise CheckpointError(f"{path}: lists {name}, which lies elsewhere")
-            if not file.is_file():
-                raise CheckpointError(f"{file}: missing")
-            if file.stat().st_size != entry["size"]:
-                raise CheckpointError(f"{file}: {file.stat().st_size} bytes, but {MANIFEST} says {entry['size']}")
-            if _hash(file) != entry["sha256"]:
-                raise CheckpointError(f"{file}: damaged, its SHA-256 is not the one in {MANIFEST}")
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder}: no {MANIFEST}") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as fault:
-        raise CheckpointError(f"{path}: unreadable: {fault!r}") from fault
-    return manifest
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _own_hash(manifest: dict[str, Any]) -> str:
-    rest = {key: value for key, value in manifest.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()

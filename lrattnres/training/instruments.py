@@ -6,19 +6,28 @@ import math
 from collections.abc import Iterable
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lrattnres.model.transformer import Transformer
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter], clip: float | None) -> Tensor:
-    """The norm of the whole gradient before it is clipped, in place, to `clip`; None only measures."""
-    return nn.utils.clip_grad_norm_(parameters, math.inf if clip is None else clip)
+    """The norm of the whole gradient, over all ranks, before it is clipped, in place, to `clip`; None only measures."""
+    parameters = list(parameters)
+    norm = _total_norm(parameters)
+    nn.utils.clip_grads_with_norm_(parameters, math.inf if clip is None else clip, norm)
+    return norm
 
 
 def block_norms(model: Transformer) -> list[Tensor]:
     """Gradient norm of each transformer block: an attention and the MLP after it, in order."""
     pairs = [list(model.sublayers[i : i + 2].parameters()) for i in range(0, len(model.sublayers), 2)]
-    return [nn.utils.get_total_norm([p.grad for p in pair if p.grad is not None]) for pair in pairs]
+    return [_total_norm(pair) for pair in pairs]
+
+
+def _total_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def parameter_count(model: nn.Module) -> int:

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed
 
 from lrattnres.checks import DTYPES, resolve_device
-from lrattnres.config import Compile, TrainConfig, plain
+from lrattnres.config import TrainConfig, plain
 from lrattnres.data.dataset import Dataset, open_dataset
 from lrattnres.depth.cost import Cost, cost
 from lrattnres.model.attention import choose_attention
 from lrattnres.model.transformer import Transformer, build_model
 from lrattnres.optim.groups import assign, ownership_table
+from lrattnres.ranks import Ranks
 from lrattnres.runs.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from lrattnres.runs.folder import RunFolder
 from lrattnres.runs.metrics import MetricsFile
 from lrattnres.training.machine import peak_flops
+from lrattnres.training.memory import GB, available_memory, check_memory, estimate_memory
+from lrattnres.training.parallel import Parallel, parallelize, start_parallel
 from lrattnres.training.progress import ProgressBar
+from lrattnres.training.signals import requeue
 from lrattnres.training.sinks import build_sink
-from lrattnres.training.trainer import Trainer
+from lrattnres.training.trainer import Trainer, TrainingError
 
 Say = Callable[[str], None]
 
@@ -34,107 +41,167 @@ def train(config: TrainConfig, notes: list[str]) -> tuple[RunFolder, bool]:
     """
     if config.threads:
         torch.set_num_threads(config.threads)
-    dataset = open_dataset(config, RunFolder.pinned_listing(config))
-    _try_data(dataset)
-    folder = RunFolder.open(config, extra_identity=dataset.identity, listing=dataset.documents.listing)
+    parallel = start_parallel(config)
+    ranks = parallel.ranks
+    ranks.together(lambda: check_memory(config, ranks.world, *available_memory(resolve_device(config.device))))
+    dataset = _open_data(config, ranks)
+    ranks.together(lambda: dataset.streams(ranks.rank, ranks.world).close())
+    folder = ranks.together(lambda: _open_folder(config, dataset) if ranks.first else RunFolder(Path(config.runs) / config.name))
     with closing(folder):
-        summary = folder.finished()
+        summary = ranks.of_first(folder.finished)
         if summary is not None and not config.resume.isdigit():
-            print(f"{folder.path}: finished at step {summary['step']}, held-out loss {summary['val_loss']:.4f}")
+            if ranks.first:
+                print(f"{folder.path}: finished at step {summary['step']}, held-out loss {summary['val_loss']:.4f}")
             return folder, True
-        return folder, _train(config, notes, dataset, folder)
+        return folder, _train(config, notes, dataset, folder, parallel)
 
 
-def _try_data(dataset: Dataset) -> None:
-    """Raises DataError for a corpus that is too small, before there is a run folder that would remember the settings."""
-    dataset.streams().close()
-    dataset.prepare_held_out()
+def _open_data(config: TrainConfig, ranks: Ranks) -> Dataset:
+    """One process of a machine opens it first, and prepares what the others then find.
+
+    Raises DataError for a corpus that is too small, before there is a run folder that would remember the settings.
+    """
+
+    def opened() -> Dataset:
+        dataset = open_dataset(config, RunFolder.pinned_listing(config))
+        dataset.prepare_held_out()
+        return dataset
+
+    early = ranks.together(lambda: opened() if ranks.local == 0 else None)
+    return ranks.together(lambda: early or opened())
 
 
-def _train(config: TrainConfig, notes: list[str], dataset: Dataset, folder: RunFolder) -> bool:
-    model, choices = _build(config)
+def _open_folder(config: TrainConfig, dataset: Dataset) -> RunFolder:
+    return RunFolder.open(config, extra_identity=dataset.identity, listing=dataset.documents.listing)
+
+
+def _train(config: TrainConfig, notes: list[str], dataset: Dataset, folder: RunFolder, parallel: Parallel) -> bool:
+    ranks = parallel.ranks
+    model, choices = _build(config, parallel)
     price = cost(config.model, model.router.variant.keys)
-    peak, source = peak_flops(model.head.weight.device, model.dtype)
+    peak, source = ranks.of_first(lambda: peak_flops(model.head.weight.device, model.dtype))
     choices |= {"peak_flops": peak, "peak_from": source}
-    folder.record_choices(choices)
-    print(_opening(config, notes, dataset, folder, model, price, choices), flush=True)
+    if ranks.first:
+        folder.record_choices(choices)
+        print(_opening(config, notes, dataset, folder, model, price, choices), flush=True)
 
-    metrics = MetricsFile(folder.metrics_path)
     checkpoints = Checkpoints(
-        folder.checkpoints_path, keep_last=config.checkpoint.keep_last, keep_every=config.checkpoint.keep_every
+        folder.checkpoints_path,
+        keep_last=config.checkpoint.keep_last,
+        keep_every=config.checkpoint.keep_every,
+        group=distributed.group.WORLD if ranks.world > 1 else None,
+        asynchronous=config.checkpoint.asynchronous,
+        timeout=config.parallel.timeout,
     )
-    start = _starting_point(config, checkpoints)
-    bar = ProgressBar(config.steps, start.step if start else 0)
-    sink = build_sink(config.logger, folder, plain(config), bar.note)
+    start = _starting_point(config, checkpoints, ranks)
+    with ExitStack() as open_parts:
+        write, say = _reporters(config, folder, start.step if start else 0, open_parts) if ranks.first else (_quiet, _quiet)
+        torch.manual_seed(config.seed + ranks.rank)  # nothing draws from it today; a checkpoint carries it for whatever does
+        trainer = Trainer(
+            config,
+            dataset,
+            model,
+            checkpoints,
+            flops_per_token=price.training_flops,
+            peak_flops=peak * ranks.world,
+            write=write,
+            say=say,
+            parallel=parallel,
+        )
+        if ranks.world > 1:
+            say(_share(trainer, config))
+        _rewind(trainer, start, folder)
+        finished = trainer.fit()
+        if not finished and config.cluster.requeue and ranks.first:
+            say(f"SLURM job {_requeued()} is in the queue again and will go on from here")
+    if finished and ranks.first:
+        _finish(folder, trainer)
+    return finished
+
+
+def _share(trainer: Trainer, config: TrainConfig) -> str:
+    """What rank 0 of many has to hold and to send."""
+    work, memory = trainer.optimizer.work(), estimate_memory(config, trainer.ranks.world)
+    return (
+        f"rank 0 of {trainer.ranks.world}: {memory.total / GB:.3g} GB at most; its share of Muon: {work['matrices']} matrices, "
+        f"{work['flops'] / 1e9:.3g} GFLOP, and sends {work['bytes_sent'] / 1e6:.3g} MB a step\n"
+    )
+
+
+def _reporters(
+    config: TrainConfig, folder: RunFolder, step: int, parts: ExitStack
+) -> tuple[Callable[[dict[str, Any]], None], Say]:
+    """Where records and remarks go, on rank 0; what is opened for them is closed with `parts`."""
+    metrics = parts.enter_context(closing(MetricsFile(folder.metrics_path)))
+    bar = parts.enter_context(closing(ProgressBar(config.steps, step)))
+    sink = parts.enter_context(closing(build_sink(config.logger, folder, plain(config), bar.note)))
 
     def write(record: dict[str, Any]) -> None:
         metrics.write(record)
         sink.write(record)
         bar.update(record["step"], record)
 
-    torch.manual_seed(config.seed)  # nothing draws from it today; a checkpoint carries it for whatever does
-    trainer = Trainer(
-        config,
-        dataset,
-        model,
-        checkpoints,
-        flops_per_token=price.training_flops,
-        peak_flops=peak,
-        write=write,
-        say=bar.note,
-    )
-    with closing(sink), closing(bar), closing(metrics):
-        _rewind(trainer, start, metrics, checkpoints, folder)
-        finished = trainer.fit()
-    if finished:
-        _finish(folder, trainer)
-    return finished
+    return write, bar.note
 
 
-def _build(config: TrainConfig) -> tuple[Transformer, dict[str, Any]]:
-    """The model with its initial weights, and what was chosen for this machine."""
+def _requeued() -> str:
+    try:
+        return requeue()
+    except RuntimeError as fault:
+        raise TrainingError(f"the run is saved, but will not go on by itself: {fault}") from fault
+
+
+def _quiet(_: object) -> None:
+    """Rank 0 writes and speaks for all."""
+
+
+def _build(config: TrainConfig, parallel: Parallel) -> tuple[Transformer, dict[str, Any]]:
+    """The model with its initial weights, or this rank's shards of them, and what was chosen for this machine."""
     device, dtype = resolve_device(config.device), DTYPES[config.precision]
     attention = choose_attention(config.attention.name, device, dtype, training=True)
-    model = build_model(config.model, seed=config.seed, device=device, attention=attention, dtype=dtype)
-    compile_model(model, config.compile)
+    model = build_model(
+        config.model,
+        seed=config.seed,
+        device=device,
+        attention=attention,
+        dtype=dtype,
+        prepare=partial(parallelize, config=config, parallel=parallel),
+    )
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
     choices = {"device": name, "precision": config.precision.name, "attention": attention.name}
-    return model, choices | {"depth_kernels": "reference", "compile": config.compile.name}
+    choices |= {"depth_kernels": "reference", "compile": config.compile.name, "ac": config.ac.name}
+    shape = " x ".join(map(str, parallel.mesh.shape)) if parallel.mesh else "1"
+    return model, choices | {"parallel": parallel.mode.name, "ranks": shape}
 
 
-def compile_model(model: Transformer, how: Compile) -> None:
-    """In place, so that parameters keep their plain names."""
-    targets = {Compile.off: (), Compile.model: (model,), Compile.regions: tuple(model.sublayers)}
-    for module in targets[how]:
-        module.compile()
-
-
-def _starting_point(config: TrainConfig, checkpoints: Checkpoints) -> Checkpoint | None:
+def _starting_point(config: TrainConfig, checkpoints: Checkpoints, ranks: Ranks) -> Checkpoint | None:
     """The checkpoint to continue from; None for the beginning.
 
     Raises CheckpointError if there are checkpoints and none of them is whole: starting over would be no continuation.
     """
     if config.resume.isdigit():
         return checkpoints.at(int(config.resume))
-    newest = checkpoints.newest(print)
-    if newest is None and checkpoints.steps():
+    newest = checkpoints.newest(print if ranks.first else _quiet)
+    if newest is None and ranks.of_first(checkpoints.steps):
         raise CheckpointError(
             f"{checkpoints.folder}: no checkpoint is whole; restore one, or remove the folder to start from the beginning"
         )
     return newest
 
 
-def _rewind(
-    trainer: Trainer, start: Checkpoint | None, metrics: MetricsFile, checkpoints: Checkpoints, folder: RunFolder
-) -> None:
+def _rewind(trainer: Trainer, start: Checkpoint | None, folder: RunFolder) -> None:
     """Puts everything where it was at the checkpoint; what came after it did not happen."""
     step = start.step if start else 0
     if start:
         trainer.restore(start)
         trainer.say(f"continuing from step {step}")
-    metrics.rewind(step)
-    checkpoints.rewind(step)
-    folder.summary_path.unlink(missing_ok=True)
+
+    def forget() -> None:
+        MetricsFile(folder.metrics_path).rewind(step)
+        trainer.checkpoints.rewind(step)
+        folder.summary_path.unlink(missing_ok=True)
+
+    trainer.ranks.of_first(forget)
 
 
 def _finish(folder: RunFolder, trainer: Trainer) -> None:

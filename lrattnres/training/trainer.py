@@ -1,16 +1,22 @@
-"""One run from its first step, or from its newest checkpoint, to its end."""
+"""One run from its first step, or from its newest checkpoint, to its end.
+
+On many ranks every one of them runs this, over its own streams. Whatever they do together, they decide together: the
+same step is skipped, the same checkpoint written and the same signal obeyed by all.
+"""
 
 from __future__ import annotations
 
 import math
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from lrattnres.config import TrainConfig
 from lrattnres.data.dataset import Dataset
@@ -21,8 +27,10 @@ from lrattnres.evaluation.heldout import evaluate
 from lrattnres.evaluation.loss import window_losses
 from lrattnres.model.transformer import Transformer
 from lrattnres.optim.optimizer import MuonAdam
+from lrattnres.ranks import Elsewhere, network_failed
 from lrattnres.runs.checkpoint import Checkpoint, CheckpointError, Checkpoints, State
 from lrattnres.training.instruments import block_norms, gradient_norm
+from lrattnres.training.parallel import Parallel
 from lrattnres.training.signals import StopRequest
 
 
@@ -42,7 +50,9 @@ class Progress:
 
 @dataclass(frozen=True)
 class StepResult:
-    """One step's mean losses and gradient norm, still on the device, and the hash of its batch."""
+    """One step's mean losses and gradient norm over all ranks, still on the device; the hash of this rank's part of
+    the batch, and that part.
+    """
 
     loss: Tensor
     z_loss: Tensor
@@ -55,7 +65,8 @@ class StepResult:
 class Trainer:
     """Holds the parts of a run and moves them forward together.
 
-    `write(record)` receives one record for every step that has something to say; `say(text)` receives remarks.
+    `write(record)` receives one record for every step that has something to say; `say(text)` receives remarks. Both
+    are called on every rank with the same values; those of rank 0 count.
     """
 
     def __init__(
@@ -69,12 +80,16 @@ class Trainer:
         peak_flops: float,
         write: Callable[[dict[str, Any]], None],
         say: Callable[[str], None],
+        parallel: Parallel | None = None,
     ):
         self.config, self.dataset, self.model = config, dataset, model
         self.checkpoints, self.write, self.say = checkpoints, write, say
-        self.optimizer = MuonAdam(model, config.optimizer, config.steps)
-        self.streams = dataset.streams()
+        self.parallel = parallel or Parallel()
+        self.ranks = self.parallel.ranks
+        self.optimizer = MuonAdam(model, config.optimizer, config.steps, mesh=self.parallel.mesh)
+        self.streams = dataset.streams(self.ranks.rank, self.ranks.world)
         self.progress = Progress()
+        self._signals, self.stopped_by = StopRequest(), 0
         self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
         self._restart_clock()
 
@@ -86,27 +101,47 @@ class Trainer:
         Raises UnreadableError, after everything is saved, where the next batch cannot be read.
         """
         self._restart_clock()
-        with StopRequest() as stop, closing(self.streams):
-            while self.progress.step < self.config.steps:
-                with self._saved_if_unreadable():
-                    result = self.train_step()
-                self._record(result)
-                self._check_bad_steps()
-                if self._last or stop.received or self._checkpoint_due:
-                    self.save()
-                if stop.received and not self._last:
-                    self.say(f"{stop.received.name}: saved at step {self.progress.step}; the same command continues")
-                    return False
+        with self._signals, closing(self.streams):
+            try:
+                return self._fit()
+            except Exception as fault:
+                if not network_failed(fault):
+                    raise
+                who = self.ranks.lost() or "a rank that is too slow, or behind a broken network,"
+                raise TrainingError(
+                    f"{who} no longer answers rank {self.ranks.rank} in step {self.progress.step + 1}; the "
+                    f"same command continues from the newest whole checkpoint ({_first_line(fault)})"
+                ) from fault
+
+    def _fit(self) -> bool:
+        while self.progress.step < self.config.steps:
+            self.ranks.step = self.progress.step + 1
+            with self._saved_if_unreadable():
+                result = self.train_step()
+            self._record(result)
+            self._check_bad_steps()
+            if self._last or self.stopped_by or self._checkpoint_due:
+                self.save()
+            if self.stopped_by and not self._last:
+                name = signal.Signals(self.stopped_by).name
+                self.say(f"{name}: saved at step {self.progress.step}; the same command continues")
+                return False
         return True
 
     @contextmanager
     def _saved_if_unreadable(self) -> Iterator[None]:
-        """A batch that cannot be read stops the run before its step begins: all is as after the step before."""
+        """A batch that cannot be read, on any rank, stops the run before its step begins: all is as after the last step."""
+        places = self.streams.state()
         try:
             yield
-        except DataError as fault:
+        except (DataError, Elsewhere) as fault:
+            if isinstance(fault, Elsewhere):  # this rank's part of the batch was there, and is not to be lost
+                self.streams.load_state(places)
             if not self.progress.bad_in_a_row:  # see _checkpoint_due
                 self.save()
+                self.checkpoints.wait()
+            if isinstance(fault, Elsewhere):
+                raise
             step = self.progress.step
             raise UnreadableError(f"{fault}\nsaved at step {step}; once it can be read, the same command continues") from fault
 
@@ -114,17 +149,21 @@ class Trainer:
         """One optimizer step over the global batch; a non-finite one changes no weight and is counted."""
         progress, step = self.progress, self.progress.step
         self.optimizer.set_step(step)
-        windows = self.streams.next_batch()
+        windows = self.ranks.together(self.streams.next_batch)
         loss, z_loss, tokens = self.forward_backward(windows)
         blocks = block_norms(self.model) if self._due(self.config.instruments.gradients, step + 1) else None
         grad_norm = gradient_norm(self.model.parameters(), clip=self.config.optimizer.clip)
-        # The one place where the host waits for the device: it has to know whether to take the step.
-        if bool(torch.isfinite(loss + z_loss) & torch.isfinite(grad_norm)):
-            self.optimizer.step()
-            progress.bad_in_a_row = 0
-        else:
+        # The one place where the host waits for the device: it has to know whether to take the step. A signal to any
+        # rank is heard by all here, so that all stop after the same step; 16 bytes on the host are next to nothing.
+        bad = not bool(torch.isfinite(loss + z_loss) & torch.isfinite(grad_norm))
+        decision = self.ranks.largest(torch.tensor([bad, self._signals.number], dtype=torch.int64))
+        bad, self.stopped_by = bool(decision[0]), int(decision[1])
+        if bad:
             progress.bad_steps += 1
             progress.bad_in_a_row += 1
+        else:
+            self.optimizer.step()
+            progress.bad_in_a_row = 0
         self.optimizer.zero_grad(set_to_none=True)
         progress.step += 1
         progress.tokens += tokens
@@ -132,19 +171,23 @@ class Trainer:
         return StepResult(loss, z_loss, grad_norm, blocks, hashed, windows)
 
     def forward_backward(self, windows: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Gradients of (Σ cross-entropy + z·Σ logsumexp²) / tokens, the sums and the count over all windows [S, T+1].
+        """Gradients of (Σ cross-entropy + z·Σ logsumexp²) / tokens; the sums and the count are those of all ranks.
 
-        Returns the two parts of that quotient, detached, and the number of tokens. How the windows are cut into
-        micro-batches does not change the result, but for rounding.
+        `windows` [S, T+1] are this rank's. Returns the two parts of that quotient, detached, and the number of tokens.
+        How the windows are cut into micro-batches and ranks does not change the result, but for rounding.
         """
-        config, separator = self.config, self.dataset.tokenizer.separator
-        tokens = int((windows[:, 1:] >= 0).sum())
-        loss = z_loss = torch.zeros((), dtype=torch.float64, device=self.model.head.weight.device)
-        for part in windows.split(config.micro_batch):
+        config, separator, mesh = self.config, self.dataset.tokenizer.separator, self.parallel.mesh
+        tokens = int(self.ranks.sum((windows[:, 1:] >= 0).sum()))
+        losses = torch.zeros(2, dtype=torch.float64, device=self.model.head.weight.device)
+        parts = windows.split(config.micro_batch)
+        for number, part in enumerate(parts, start=1):
+            if mesh is not None and mesh.ndim == 2:  # replicas add up their gradients once a step
+                cast(FSDPModule, self.model).set_requires_all_reduce(number == len(parts))
             sums = window_losses(self.model, part, separator, documents=config.documents).sums()
-            cross_entropy, penalty = sums.cross_entropy / tokens, config.z_loss * sums.squared_logsumexp / tokens
-            (cross_entropy + penalty).backward()
-            loss, z_loss = loss + cross_entropy.detach(), z_loss + penalty.detach()
+            pair = torch.stack([sums.cross_entropy, config.z_loss * sums.squared_logsumexp]) / tokens
+            pair.sum().backward()
+            losses += pair.detach()
+        loss, z_loss = self.ranks.sum(losses)
         return loss, z_loss, tokens
 
     # --- what is written ------------------------------------------------------------------------------------------
@@ -156,12 +199,13 @@ class Trainer:
         if result.block_grad_norm is not None:
             record["block_grad_norm"] = [norm.item() for norm in result.block_grad_norm]
         if self._due(config.instruments.depth):
-            record |= self._depth(result.windows[: config.micro_batch])
+            record |= self._depth(result.windows)
             self._restart_clock()
         if self._due(config.evaluation.every) or self._last:
             evaluation = config.evaluation
             windows = self.dataset.held_out_windows(evaluation.tokens, evaluation.batch)
-            record |= evaluate(self.model, windows, self.dataset.tokenizer, documents=config.documents).record()
+            tokenizer, documents = self.dataset.tokenizer, config.documents
+            record |= evaluate(self.model, windows, tokenizer, documents=documents, ranks=self.ranks).record()
             self._restart_clock()
         if record:
             try:
@@ -178,8 +222,8 @@ class Trainer:
             "lr_adam": self.optimizer.lr_adam,
             "momentum": self.optimizer.momentum,
             "bad_steps": self.progress.bad_steps,
-            "skipped_groups": self.streams.skipped,
-            "batch_hash": f"{result.batch_hash:016x}",
+            "skipped_groups": int(self.ranks.sum(torch.tensor(self.streams.skipped))),
+            "batch_hash": f"{self._global_hash(result.batch_hash):016x}",
         }
         # Read after the values above, which wait for the device to finish its step.
         seconds, tokens = time.perf_counter() - self._clock, self.progress.tokens - self._clock_tokens
@@ -187,11 +231,20 @@ class Trainer:
         rate = tokens / seconds if seconds > 0 else math.nan
         return values | {"tokens_per_second": rate, "mfu": rate * self.flops_per_token / self.peak_flops}
 
+    def _global_hash(self, part: int) -> int:
+        """The hash of the whole batch: parts add up mod 2**64, which is how int64 sums wrap around."""
+        signed = part - 2**64 if part >= 2**63 else part
+        return int(self.ranks.sum(torch.tensor(signed))) % 2**64
+
     def _depth(self, windows: Tensor) -> dict[str, Any]:
-        probe = DepthProbe(self.model.router)
+        """Over the windows of the first `micro_batch` streams, whoever owns them. Who owns none passes along, unseen."""
+        mine = [row for row, stream in enumerate(self.streams.owned) if stream < self.config.micro_batch]
+        probe, unseen = DepthProbe(self.model.router), DepthProbe(self.model.router)
         with torch.no_grad():
-            separator, documents = self.dataset.tokenizer.separator, self.config.documents
-            window_losses(self.model, windows, separator, documents=documents, observe=probe)
+            separator, documents, observe = self.dataset.tokenizer.separator, self.config.documents, probe if mine else unseen
+            window_losses(self.model, windows[mine or [0]], separator, documents=documents, observe=observe)
+        for sums in probe.sums():
+            self.ranks.sum(sums)
         results = probe.results()
         return {name: results[name] for name in ("hidden_norm", "newest_weight", "effective_sources")}
 
@@ -206,30 +259,41 @@ class Trainer:
     # --- state ----------------------------------------------------------------------------------------------------
 
     def state(self) -> State:
-        """Everything a continuation needs, as tensors under plain names."""
+        """Everything a continuation needs, as tensors under plain names. Every rank calls this at the same time."""
+        places = self.ranks.gather(self.streams.state())  # [world, owned, k]; stream s is row s // world of rank s % world
         return {
             "model": dict(self.model.state_dict()),
             "optimizer": self.optimizer.tensors(),
-            "loader": {"streams": self.streams.state()},
+            "loader": {"streams": places.transpose(0, 1).flatten(0, 1).contiguous()},
             "progress": {name: torch.tensor(value) for name, value in asdict(self.progress).items()},
-            "random": {"cpu": torch.get_rng_state()},
+            "random": {f"cpu.rank{self.ranks.rank}": torch.get_rng_state()},
         }
 
     def save(self) -> None:
-        """A checkpoint of this moment. Raises TrainingError where the disk refuses it."""
+        """A checkpoint of this moment; the last one of a start is on the disk afterwards, others may be on their way.
+
+        Raises TrainingError where the disk refuses it.
+        """
         try:
             self.checkpoints.save(self.progress.step, self.state(), {"tokens": self.progress.tokens})
+            if self._last or self.stopped_by:
+                self.checkpoints.wait()
         except CheckpointError as fault:
             raise TrainingError(str(fault)) from fault
         self._restart_clock()
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Continues as if there had been no stop."""
+        """Continues as if there had been no stop, on any number of ranks.
+
+        A rank that was not there before keeps the random state it has from the seed.
+        """
         state = self.state()
+        state["random"] = {name: torch.empty_like(torch.get_rng_state()) for name in checkpoint.keys("random")}
         checkpoint.load(state)
-        self.streams.load_state(state["loader"]["streams"])
+        self.streams.load_state(state["loader"]["streams"][self.ranks.rank :: self.ranks.world])
         self.progress = Progress(**{name: int(value) for name, value in state["progress"].items()})
-        torch.set_rng_state(state["random"]["cpu"])
+        if (own := state["random"].get(f"cpu.rank{self.ranks.rank}")) is not None:
+            torch.set_rng_state(own)
 
     # --- when -----------------------------------------------------------------------------------------------------
 
@@ -248,3 +312,7 @@ class Trainer:
 
     def _restart_clock(self) -> None:
         self._clock, self._clock_tokens = time.perf_counter(), self.progress.tokens
+
+
+def _first_line(fault: BaseException) -> str:
+    return str(fault).partition("\n")[0]

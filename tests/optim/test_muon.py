@@ -133,14 +133,16 @@ def test_cautious_decay_entry_by_entry() -> None:
             for rows in zip(weight.tolist(), update.tolist(), decays, strict=True)
         ]
         moved = weight.clone()
-        muon.apply_updates([moved], update[None], lr=0.5, weight_decay=0.25, cautious=cautious)
+        muon.apply_updates([moved], update[None], scale=1.0, lr=0.5, weight_decay=0.25, cautious=cautious)
         assert moved.tolist() == expected
 
 
 @pytest.mark.parametrize(("shape", "scale"), [((16, 4), 2.0), ((4, 16), 1.0), ((9, 9), 1.0)])
 def test_the_update_is_scaled_by_the_aspect_and_the_decay_is_not(shape: tuple[int, int], scale: float) -> None:
     weight = torch.ones(shape)
-    muon.apply_updates([weight], torch.ones(1, *shape), lr=0.5, weight_decay=0.25, cautious=False)
+    muon.apply_updates(
+        [weight], torch.ones(1, *shape), scale=muon.update_scale(*shape), lr=0.5, weight_decay=0.25, cautious=False
+    )
     assert torch.equal(weight, torch.full(shape, 1.0 - 0.125 - 0.5 * scale))
 
 

@@ -1,0 +1,92 @@
+"""manifest.json: the size and hash of every file of a checkpoint, and of itself, so that no flipped bit goes unseen."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from lrattnres.runs.crew import CheckpointError, Crew, RankError
+from lrattnres.runs.files import sync, write_atomic
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+
+
+def write_manifest(folder: Path, step: int, details: dict[str, Any], crew: Crew) -> None:
+    """Brings all files to the disk and writes the manifest, last of all. Collective: each rank reads what it wrote.
+
+    `sha256` is the hash of the manifest itself without this key.
+    """
+    mine = [*folder.glob(f"__{crew.rank}_*"), *([folder / ".metadata"] if crew.rank == 0 else [])]
+    files = {name: entry for part in crew.share(lambda: _described(mine)) for name, entry in part.items()}
+
+    def write() -> None:
+        for name, entry in files.items():
+            if not (folder / name).is_file() or (folder / name).stat().st_size != entry["size"]:
+                raise RankError(f"{folder / name} is not here as it was written; all machines of a job must share this folder")
+        manifest: dict[str, Any] = {"format": FORMAT, "step": step, "details": details, "files": dict(sorted(files.items()))}
+        manifest["sha256"] = _own_hash(manifest)
+        write_atomic(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+
+    crew.first(write)
+
+
+def verified_manifest(folder: Path, step: int, crew: Crew) -> dict[str, Any]:
+    """The manifest of a folder. Collective: the ranks divide the files among them.
+
+    Raises CheckpointError at the first thing that is not as it says.
+    """
+    manifest = crew.first(lambda: _read(folder, step))
+    names = sorted(manifest["files"])[crew.rank :: crew.world]
+    crew.share(lambda: _verify(folder, {name: manifest["files"][name] for name in names}))
+    return manifest
+
+
+def _described(paths: list[Path]) -> dict[str, dict[str, Any]]:
+    for path in paths:
+        sync(path)
+    return {path.name: {"size": path.stat().st_size, "sha256": _hash(path)} for path in paths}
+
+
+def _read(folder: Path, step: int) -> dict[str, Any]:
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_bytes())
+        if manifest["format"] != FORMAT:
+            raise CheckpointError(f"{path}: format {manifest['format']}, this version reads {FORMAT}; use the one that wrote it")
+        if manifest["sha256"] != _own_hash(manifest) or manifest["step"] != step:
+            raise CheckpointError(f"{path}: damaged, or of another folder: it was not written like this for step {step}")
+        for name, entry in manifest["files"].items():
+            if (folder / name).parent != folder or set(entry) != {"size", "sha256"}:
+                raise CheckpointError(f"{path}: lists {name} with {entry}, which is no file of this folder")
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder}: no {MANIFEST}") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as fault:
+        raise CheckpointError(f"{path}: unreadable: {fault!r}") from fault
+    return dict(manifest)
+
+
+def _verify(folder: Path, files: dict[str, dict[str, Any]]) -> None:
+    for name, entry in files.items():
+        file = folder / name
+        try:
+            if not file.is_file():
+                raise CheckpointError(f"{file}: missing")
+            if file.stat().st_size != entry["size"]:
+                raise CheckpointError(f"{file}: {file.stat().st_size} bytes, but {MANIFEST} says {entry['size']}")
+            if _hash(file) != entry["sha256"]:
+                raise CheckpointError(f"{file}: damaged, its SHA-256 is not the one in {MANIFEST}")
+        except OSError as fault:
+            raise CheckpointError(f"{file}: unreadable: {fault!r}") from fault
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _own_hash(manifest: dict[str, Any]) -> str:
+    rest = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,200 @@
+"""How much memory a run takes on each rank, found by running one micro-batch on the meta device, where nothing is computed.
+
+What a forward and a backward pass keep is then whatever the model, its depth routing and its activation checkpointing
+really keep; only attention is stood in for, by what every fused kernel saves. A compiled model keeps less than this.
+Not counted: the context and the fragmentation of CUDA (a few percent), and temporaries of the optimizer, which come
+when activations have gone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lrattnres.checks import DTYPES
+from lrattnres.config import AC, Compile, ConfigError, ParallelMode, TrainConfig
+from lrattnres.evaluation.loss import token_losses
+from lrattnres.model.attention import BACKENDS, AttentionBackend
+from lrattnres.model.transformer import Transformer, build_model
+from lrattnres.optim.groups import assign
+from lrattnres.training.parallel import Parallel, mesh_shape, parallelize
+
+META = torch.device("meta")
+GB = 1e9
+
+
+class Alive(TorchDispatchMode):
+    """Counts the bytes of storages that operations made, while they are there; `peak` is right to 2%."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._most = 0  # bytes alive, had nothing been freed since they were counted last
+        self.peak = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                known = self._storages.get(storage._cdata)
+                if known is None or known[0].expired():
+                    self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                    self._most += storage.nbytes()
+        if self._most > 1.02 * self.peak:
+            self.bytes()
+        return result
+
+    def bytes(self) -> int:
+        """What is alive now."""
+        self._storages = {key: entry for key, entry in self._storages.items() if not entry[0].expired()}
+        self._most = sum(size for _, size in self._storages.values())
+        self.peak = max(self.peak, self._most)
+        return self._most
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on each rank. weights, gradients, moments: this rank's shards, float32. gathered: whole units in use.
+    activations: the most that forward and backward keep of one micro-batch; sources (a part of them): what depth reads from.
+    """
+
+    weights: int
+    gradients: int
+    moments: int
+    gathered: int
+    activations: int
+    sources: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.moments + self.gathered + self.activations
+
+
+def estimate_memory(config: TrainConfig, world: int) -> Memory:
+    """The memory of a run of `config` on `world` ranks. Takes seconds for the paper's model."""
+    model = _on_meta(config)
+    owned = assign(model)
+    whole, adam = (4 * sum(p.numel() for name in names for _, p in owned[name]) for names in (owned, ("adam",)))
+    mode = config.parallel.mode
+    if mode is ParallelMode.auto:
+        mode = ParallelMode.fsdp if world > 1 else ParallelMode.none
+    shards = (mesh_shape(mode, world, config.parallel.shard_degree) or (1,))[-1]
+    activations, sources = _measure(model, config)
+    return Memory(
+        weights=-(-whole // shards),
+        gradients=-(-whole // shards),
+        moments=-(-(whole + adam) // shards),  # one a weight for Muon, two for Adam
+        gathered=_gathered(model, config) if world > 1 else 0,
+        activations=activations,
+        sources=sources,
+    )
+
+
+def _on_meta(config: TrainConfig) -> Transformer:
+    eager = dataclasses.replace(config, compile=Compile.off)
+    return build_model(
+        config.model,
+        seed=None,
+        device=META,
+        attention=AttentionBackend("estimate", lambda *_: None, lambda *qkvm: Fused.apply(*qkvm[:3]), BACKENDS["sdpa"].obstacle),
+        dtype=DTYPES[config.precision],
+        prepare=lambda model: parallelize(model, eager, Parallel()),
+    )
+
+
+def _measure(model: Transformer, config: TrainConfig) -> tuple[int, int]:
+    """Bytes: the most that one forward and backward pass has at once, besides the gradients there are; the sources."""
+    size = (min(config.micro_batch, config.global_batch), config.model.context)
+    sources = 0
+
+    def observe(site: int, depth: Any) -> None:
+        nonlocal sources
+        parts = [part for source in (*depth.sources, depth.partial) if source for part in source if part is not None]
+        sources = max(sources, sum(part.nbytes for part in parts))
+
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter)
+    with Alive() as alive:
+        tokens = torch.zeros(size, dtype=torch.int64, device=META)
+        sums = token_losses(model(tokens, None, observe), tokens).sums()
+        (sums.cross_entropy + config.z_loss * sums.squared_logsumexp).backward()
+        alive.bytes()
+    return alive.peak, sources
+
+
+def _gathered(model: Transformer, config: TrainConfig) -> int:
+    """Embedding (float32, as it is), head, and the pairs of sub-layers that are whole at the same time."""
+    pairs = [sum(p.numel() for p in model.sublayers[i : i + 2].parameters()) for i in range(0, len(model.sublayers), 2)]
+    together = min(len(pairs), 2 + config.parallel.prefetch) if config.parallel.reshard else len(pairs)
+    size = DTYPES[config.precision].itemsize
+    return 4 * model.embedding.weight.numel() + size * (model.head.weight.numel() + together * max(pairs))
+
+
+class Fused(torch.autograd.Function):
+    """What a fused attention keeps: queries, keys, values, the result, and a float32 logsumexp a head and position."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        result = torch.empty_like(value, memory_format=torch.contiguous_format)
+        ctx.save_for_backward(query, key, value, result, torch.empty(query.shape[:3], device=query.device))
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(part) for part in ctx.saved_tensors[:3])
+
+
+def check_memory(config: TrainConfig, world: int, available: float, machine: str) -> Memory:
+    """The estimate. Raises ConfigError, with settings that would fit, if it is more than `available` bytes a rank."""
+    memory = estimate_memory(config, world)
+    # Fused by the compiler, much of what is counted is never kept: then only what is certain can be refused.
+    certain = memory.total if config.compile is Compile.off else memory.total - memory.activations + memory.sources
+    if certain <= available:
+        return memory
+    fitting = (words for words, other, ranks in _smaller(config, world) if estimate_memory(other, ranks).total <= available)
+    remedies = list(itertools.islice(fitting, 3))
+    hint = "any of these would fit: " + "; ".join(remedies) if remedies else "nothing makes it fit; write a smaller model"
+    kept = memory.weights + memory.gradients + memory.moments
+    raise ConfigError(
+        [
+            f"micro_batch={config.micro_batch}: a rank needs {memory.total / GB:.1f} GB ({memory.activations / GB:.1f} for "
+            f"activations, {kept / GB:.1f} for weights, gradients and moments), and {machine} has {available / GB:.1f} GB "
+            f"for it; {hint}"
+        ]
+    )
+
+
+def _smaller(config: TrainConfig, world: int) -> Iterator[tuple[str, TrainConfig, int]]:
+    """(what to write, the configuration, ranks) from the nearest to the furthest."""
+    for ac in [ac for ac in (AC.selective, AC.full) if ac is not config.ac]:
+        yield f"ac={ac.name}", dataclasses.replace(config, ac=ac), world
+    size = config.micro_batch
+    while size % 2 == 0:
+        size //= 2
+        for ac in AC:
+            words = f"micro_batch={size}" + (f" ac={ac.name}" if ac is not config.ac else "")
+            yield words, dataclasses.replace(config, micro_batch=size, ac=ac), world
+    for ranks in (2 * world, 4 * world, 8 * world):
+        if config.global_batch % ranks == 0 and config.parallel.shard_degree is None:
+            yield f"{ranks} ranks instead of {world}", config, ranks
+
+
+def available_memory(device: torch.device) -> tuple[float, str]:
+    """(bytes for one rank, whose they are): of a GPU all but 5%, of the host an equal share of what is free."""
+    if device.type == "cuda":
+        return 0.95 * torch.cuda.get_device_properties(device).total_memory, torch.cuda.get_device_name(device)
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    return free / int(os.environ.get("LOCAL_WORLD_SIZE", 1)), "this machine"

@@ -1,0 +1,139 @@
+"""What one rank meets, all decide together: faults of data, steps that are not finite, and what they agree on at all."""
+
+import math
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lrattnres.checks import resolve
+from lrattnres.config import Compile, ConfigError
+from lrattnres.data.errors import DataError
+from lrattnres.evaluation.diagnostics import diagnose
+from lrattnres.evaluation.heldout import evaluate
+from lrattnres.ranks import Elsewhere, Ranks, start_ranks
+from tests.distributed.launch import launch
+from tests.distributed.test_training import build, whole
+from tests.test_config import composed
+
+
+def agree(rank: int) -> None:
+    ranks = start_ranks("cpu", 30.0)
+    assert (ranks.rank, ranks.world, ranks.local, ranks.first) == (rank, 3, rank, rank == 0)
+    assert int(ranks.sum(torch.tensor(2**62 + rank))) == 3 * 2**62 + 3 - 2**64  # wraps, as hashes need it
+    assert ranks.largest(torch.tensor([rank, -rank])).tolist() == [2, 0]
+    assert ranks.gather(torch.tensor([rank, 7])).tolist() == [[0, 7], [1, 7], [2, 7]]
+    assert ranks.of_first(lambda: f"from {rank}") == "from 0"
+    with pytest.raises(ValueError if rank == 1 else Elsewhere, match="mine" if rank == 1 else "rank 1 failed"):
+        ranks.together(lambda: fail() if rank == 1 else rank)
+    with pytest.raises(ValueError if rank == 0 else Elsewhere):
+        ranks.of_first(fail)
+    assert ranks.lost() is None
+
+
+def fail() -> int:
+    raise ValueError("mine")
+
+
+def test_ranks_agree() -> None:
+    launch(agree, 3, group=False)
+
+
+def one_rank_overflows(rank: int, settings: list[str]) -> None:
+    trainer = build(settings)
+    trainer.train_step()
+    before = {name: tensor.clone() for name, tensor in trainer.state()["model"].items()}
+    hook = trainer.model.head.register_forward_hook(lambda module, given, out: out * (math.inf if rank == 1 else 1))
+    trainer.train_step()
+    assert (trainer.progress.step, trainer.progress.bad_steps, trainer.progress.bad_in_a_row) == (2, 1, 1)
+    assert all(torch.equal(whole(before[name]), whole(tensor)) for name, tensor in trainer.state()["model"].items())
+    hook.remove()
+    trainer.train_step()
+    assert (trainer.progress.bad_steps, trainer.progress.bad_in_a_row) == (1, 0)
+
+
+def test_a_step_that_is_not_finite_on_one_rank_is_left_out_by_all(tiny_run) -> None:
+    launch(one_rank_overflows, 2, tiny_run(), group=False)
+
+
+def data_end_on_one(rank: int, settings: list[str]) -> tuple[int, str]:
+    trainer = build(settings)
+    next_batch, count = trainer.streams.next_batch, iter(range(100))
+
+    def short() -> torch.Tensor:
+        if rank == 1 and next(count) == 2:
+            raise DataError("the texts end here")
+        return next_batch()
+
+    trainer.streams.next_batch = short
+    with pytest.raises((DataError, Elsewhere)) as fault:
+        trainer.fit()
+    return trainer.progress.step, f"{fault.type.__name__}: {fault.value}"
+
+
+def test_the_end_of_data_on_one_rank_ends_all_at_the_same_step(tiny_run) -> None:
+    first, second = launch(data_end_on_one, 2, tiny_run("evaluation.every=null"), group=False)
+    assert first == (2, "Elsewhere: rank 1 failed, and said why; rank 0 stops with it")
+    assert second == (2, "DataError: the texts end here")
+
+
+def measure(rank: int, settings: list[str], ranks: Ranks | None = None) -> tuple[float, int, int, dict]:
+    """Of a model that is whole on each rank, as `eval.py` has it."""
+    trainer = build(settings) if ranks else alone(settings)
+    ranks = ranks or start_ranks("cpu", 30.0)
+    dataset, model = trainer.dataset, trainer.model
+    found = evaluate(model, dataset.held_out_windows(500, 3), dataset.tokenizer, documents=True, ranks=ranks)
+    windows = dataset.held_out_windows(500, 3)
+    depth = diagnose(model, windows, dataset.tokenizer.separator, documents=True, ranks=ranks)
+    return found.loss, found.tokens, found.bytes, depth
+
+
+def alone(settings: list[str]) -> SimpleNamespace:
+    """The same model without a mesh, whatever the environment says."""
+    names = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    trainer = build(settings)
+    os.environ.update(names)
+    start_ranks.cache_clear()
+    return SimpleNamespace(dataset=trainer.dataset, model=trainer.model)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_evaluation_gives_one_number_for_any_number_of_ranks(tiny_run, world: int) -> None:
+    expected = measure(0, tiny_run(), Ranks())
+    for found in launch(measure, world, tiny_run(), group=False):
+        assert found[:3] == expected[:3]
+        for name in ("hidden_norm", "effective_sources"):
+            assert found[3][name][1:] == pytest.approx(expected[3][name][1:], rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("world", "settings", "words"),
+    [
+        (2, ["parallel.mode=none"], ["parallel.mode=none", "each would train the whole run", "auto"]),
+        (1, ["parallel.mode=fsdp"], ["parallel.mode=fsdp", "torchrun --nproc_per_node=N"]),
+        (4, ["parallel.mode=hsdp"], ["parallel.shard_degree=null", "write 2"]),
+        (8, ["parallel.mode=hsdp", "parallel.shard_degree=3"], ["parallel.shard_degree=3", "write 2 or 4"]),
+        (3, ["parallel.mode=hsdp", "parallel.shard_degree=3", "global_batch=9", "micro_batch=3"], ["3 cannot be", "fsdp"]),
+        (4, ["parallel.shard_degree=2"], ["parallel.shard_degree=2", "parallel.mode=hsdp"]),
+        (3, [], ["global_batch=16", "3 processes"]),
+        (1, ["cluster.requeue=true"], ["cluster.requeue=true", "SLURM_JOB_ID", "cluster=local"]),
+        (1, ["parallel.prefetch=-1"], ["parallel.prefetch=-1", "at least 0"]),
+    ],
+)
+def test_impossible_layouts_are_refused(monkeypatch, world: int, settings: list[str], words: list[str]) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    for name, value in {"RANK": 0, "WORLD_SIZE": world, "LOCAL_RANK": 0}.items():
+        if world > 1:
+            monkeypatch.setenv(name, str(value))
+    with pytest.raises(ConfigError) as refusal:
+        resolve(composed("experiment=demo", "name=x", *settings))
+    (fault,) = refusal.value.faults
+    assert all(word in fault for word in words), fault
+
+
+def test_the_command_for_one_gpu_is_the_command_for_many(monkeypatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    config, notes = resolve(composed("experiment=demo", "name=x", "compile=model"))
+    assert config.compile is Compile.regions and "compile=regions" in notes[0]

@@ -1,0 +1,90 @@
+"""Estimates of memory, held against the tensors of a real pass on the CPU; and the refusal of what cannot fit."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from lrattnres.checks import resolve
+from lrattnres.config import AC, Compile, ConfigError
+from lrattnres.depth.router import VARIANTS
+from lrattnres.evaluation.loss import window_losses
+from lrattnres.model.attention import BACKENDS
+from lrattnres.model.transformer import build_model
+from lrattnres.optim.optimizer import MuonAdam
+from lrattnres.training.memory import Alive, check_memory, estimate_memory
+from lrattnres.training.parallel import Parallel, parallelize
+from tests.test_cli import run
+from tests.test_config import composed
+
+SIZE = ["model.layers=4", "model.dim=64", "model.heads=4", "model.mlp_width=160", "model.context=96", "micro_batch=8"]
+
+
+def settings(*changes: str):
+    return resolve(composed("experiment=demo", "name=x", "documents=false", *SIZE, *changes))[0]
+
+
+@pytest.mark.parametrize("blocks", ["4", pytest.param("null", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ac", [mode.name for mode in AC])
+@pytest.mark.parametrize("residual", list(VARIANTS))
+def test_the_estimate_is_what_a_real_pass_takes(residual: str, ac: str, blocks: str) -> None:
+    config = settings(f"model.residual={residual}", f"model.blocks={blocks}", f"ac={ac}")
+    model = build_model(
+        config.model, seed=0, device=torch.device("cpu"), attention=BACKENDS["sdpa"], dtype=torch.float32,
+        prepare=lambda model: parallelize(model, config, Parallel()),
+    )  # fmt: skip
+    optimizer = MuonAdam(model, config.optimizer, config.steps)
+    windows = torch.randint(256, (8, 97))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with Alive() as alive:
+        sums = window_losses(model, windows, 256, documents=False).sums()
+        (sums.cross_entropy + sums.squared_logsumexp).backward()
+        alive.bytes()
+    memory = estimate_memory(config, world=1)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert memory.weights == memory.gradients == weights and memory.gathered == 0
+    assert memory.moments == pytest.approx(sum(tensor.nbytes for tensor in optimizer.tensors().values()), rel=1e-3)
+    assert memory.activations == pytest.approx(alive.peak, rel=0.1)
+    assert memory.sources < memory.activations
+
+
+def test_peaks_are_seen() -> None:
+    with Alive() as alive:
+        kept = torch.empty(1000)
+        for _ in range(3):
+            torch.empty(3000)
+        kept.view(10, 100).mul_(2)
+        assert alive.bytes() == 4000
+    assert alive.peak == 16_000
+
+
+def test_shards_and_source_cache() -> None:
+    config = settings("model.residual=p_lr", "model.blocks=2", "model.rank=8")
+    one, four = estimate_memory(config, 1), estimate_memory(config, 4)
+    assert four.weights * 4 == pytest.approx(one.weights, abs=4) and four.moments * 4 == pytest.approx(one.moments, abs=4)
+    assert four.activations == one.activations and four.gathered > 0
+    assert one.sources == 4 * 8 * 96 * 3 * (64 + 8)  # the embedding and two blocks: b·K·(d + r)
+    replicated = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, mode=type(config.parallel.mode).ddp))
+    assert estimate_memory(replicated, 4).weights == one.weights
+
+
+def test_a_run_that_cannot_fit_is_refused_with_what_would_fit() -> None:
+    config = settings("model.residual=attn_res", "model.blocks=null", "model.layers=2")
+    need = estimate_memory(config, 1).total
+    assert check_memory(config, 1, need, "a GPU").total == need
+    with pytest.raises(ConfigError, match=r"micro_batch=8: .* a GPU has .* would fit: ") as refusal:
+        check_memory(config, 1, 0.5 * need, "a GPU")
+    for words in str(refusal.value).split("would fit: ")[1].split("; "):
+        if "ranks" not in words:
+            chosen = settings("model.residual=attn_res", "model.blocks=null", "model.layers=2", *words.split())
+            assert estimate_memory(chosen, 1).total <= 0.5 * need, words
+    with pytest.raises(ConfigError, match="write a smaller model"):
+        check_memory(config, 1, 1000, "a GPU")
+    check_memory(dataclasses.replace(config, compile=Compile.regions), 1, 0.5 * need, "a GPU")  # may fit once it is fused
+
+
+def test_train_refuses_before_there_is_a_folder(tiny_run, tmp_path) -> None:
+    huge = ["model.dim=16384", "model.heads=64", "model.mlp_width=65536", "model.layers=24", "micro_batch=1"]
+    output = run("train.py", *tiny_run(*huge), code=2)
+    assert "a rank needs" in output and "smaller model" in output and not (tmp_path / "runs").exists()
