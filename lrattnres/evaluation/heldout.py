@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torchmetrics import SumMetric
 
 from lrattnres.data.packing import IGNORE
 from lrattnres.data.tokenizers import Tokenizer
@@ -59,9 +60,17 @@ def evaluate(
         targets = batch[:, 1:]
         size = bytes_of[targets[targets != IGNORE]].sum()
         sums.append(torch.stack([losses.cross_entropy.cpu(), losses.tokens.cpu(), size.double()]))
-    in_order = ranks.gather(torch.stack(sums)).transpose(0, 1).flatten(0, 1).tolist()
-    nats, tokens, size = (sum(column) for column in zip(*in_order, strict=True))
+    in_order = ranks.gather(torch.stack(sums)).transpose(0, 1).flatten(0, 1)
+    nats, tokens, size = (_total(column) for column in in_order.unbind(1))
     return HeldOut(loss=nats / tokens, tokens=int(tokens), bytes=int(size))
+
+
+def _total(values: Tensor) -> float:
+    """The sum of what every rank holds already, added one after the other: padding at the end changes no digit."""
+    metric = SumMetric(nan_strategy="disable", sync_on_compute=False).set_dtype(torch.float64)
+    for value in values:
+        metric.update(value)
+    return metric.compute().item()
 
 
 def _shares(windows: Iterable[Tensor], ranks: Ranks) -> Iterator[Tensor]:

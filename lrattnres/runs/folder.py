@@ -63,7 +63,8 @@ class RunFolder:
         object or the process is gone.
 
         A folder that is there already must be of the same run: every setting that results depend on, and every entry of
-        `extra_identity`, must be as it was; `listing` of a streamed corpus tells what differs. Settings that may change are taken over into config.yaml.
+        `extra_identity`, must be as it was; the `listing` of a streamed corpus tells what differs. Settings that may
+        change are taken over into config.yaml.
         Raises RunError for a name that is no folder name, a folder in use, another run's or a damaged folder, and for
         any run at all with `resume=none`.
         """
