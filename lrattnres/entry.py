@@ -131,7 +131,17 @@ def run_name(experiment: str, config: TrainConfig, overrides: Iterable[str]) -> 
     parts += [model.routing.name] if model.routing else []
     parts += [blocks] if VARIANTS[model.residual].keys else []
     parts += [f"r{model.rank}"] if model.rank else []
-    ignored = {"experiment", "logger", "cluster", "name", "model.residual", "model.routing", "model.blocks", "model.rank"}
+    ignored = {
+        "experiment",
+        "table1",
+        "logger",
+        "cluster",
+        "name",
+        "model.residual",
+        "model.routing",
+        "model.blocks",
+        "model.rank",
+    }
     ignored |= {key for key, (_, metadata) in fields_of(TrainConfig).items() if metadata["may_change"]}
     choices = dict(override.lstrip("+~").partition("=")[::2] for override in overrides)
     parts += [f"{key}={choices[key]}" for key in sorted(choices) if key not in ignored]

@@ -36,7 +36,7 @@ def print_jobs(executor: submitit.AutoExecutor, launcher: Any, overrides: list[l
     slurm.parameters["map_count"] = len(overrides)
     print(slurm._make_submission_file_text(slurm._submitit_command_str, "not submitted"))
     for number, settings in enumerate(overrides):
-        print(f"{number}: python train.py {' '.join(setting.lstrip('+') for setting in filter_overrides(settings))}")
+        print(f"{number}: python train.py {' '.join(setting.removeprefix('++') for setting in filter_overrides(settings))}")
     print(f"{len(overrides)} jobs, none of them submitted")
     return [Printed() for _ in overrides]
 

@@ -1,5 +1,6 @@
 """What the configuration refuses, and that it names every fault at once, with its key, its value and a remedy."""
 
+import csv
 import dataclasses
 
 import pytest
@@ -12,7 +13,7 @@ from lrattnres.checks import BOUNDS, resolve
 from lrattnres.config import ConfigError, EvalConfig, TokenizeConfig, TrainConfig, defaults, fields_of, flatten, parse, plain
 from lrattnres.depth.router import VARIANTS
 from lrattnres.entry import loosened, run_name
-from tests.paths import CONFIGS
+from tests.paths import CONFIGS, ROOT
 
 DEMO = ("experiment=demo", "name=test")
 
@@ -185,3 +186,11 @@ def test_only_settings_are_loosened() -> None:
 
 def test_flatten_names_leaves_by_their_path() -> None:
     assert flatten({"a": {"b": 1, "c": {}}, "d": None}) == {"a.b": 1, "a.c": {}, "d": None}
+
+
+@pytest.mark.parametrize("row", list(csv.DictReader((ROOT / "tests/depth/table1.csv").open())), ids=lambda row: row["row"])
+def test_the_rows_of_table_1_are_a_group(row: dict[str, str]) -> None:
+    (file,) = (CONFIGS / "table1").glob(f"{row['row']}_*.yaml")
+    config, notes = resolve(composed("name=x", "device=cpu", f"+table1={file.stem}"))
+    chosen = tuple("" if value is None else str(value) for value in (config.model.blocks, config.model.rank))
+    assert (config.model.residual, *chosen) == (row["residual"], row["blocks"], row["rank"]) and notes == []
