@@ -58,8 +58,8 @@ def evaluate(
     for batch in _shares(windows, ranks):
         losses = window_losses(model, batch, tokenizer.separator, documents=documents).sums()
         targets = batch[:, 1:]
-        size = bytes_of[targets[targets != IGNORE]].sum()
-        sums.append(torch.stack([losses.cross_entropy.cpu(), losses.tokens.cpu(), size.double()]))
+        text = bytes_of[targets[targets != IGNORE]].sum()
+        sums.append(torch.stack([losses.cross_entropy.cpu(), losses.tokens.cpu(), text.double()]))
     in_order = ranks.gather(torch.stack(sums)).transpose(0, 1).flatten(0, 1)
     nats, tokens, size = (_total(column) for column in in_order.unbind(1))
     return HeldOut(loss=nats / tokens, tokens=int(tokens), bytes=int(size))
