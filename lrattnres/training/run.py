@@ -45,7 +45,6 @@ def train(config: TrainConfig, notes: list[str]) -> tuple[RunFolder, bool]:
     ranks = parallel.ranks
     ranks.together(lambda: check_memory(config, ranks.world, *available_memory(resolve_device(config.device))))
     dataset = _open_data(config, ranks)
-    ranks.together(lambda: dataset.streams(ranks.rank, ranks.world).close())
     folder = ranks.together(lambda: _open_folder(config, dataset) if ranks.first else RunFolder(Path(config.runs) / config.name))
     with closing(folder):
         summary = ranks.of_first(folder.finished)
@@ -64,6 +63,7 @@ def _open_data(config: TrainConfig, ranks: Ranks) -> Dataset:
 
     def opened() -> Dataset:
         dataset = open_dataset(config, RunFolder.pinned_listing(config))
+        dataset.streams(ranks.rank, ranks.world).close()
         dataset.prepare_held_out()
         return dataset
 
