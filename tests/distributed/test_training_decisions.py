@@ -57,8 +57,15 @@ def test_a_step_that_is_not_finite_on_one_rank_is_left_out_by_all(tiny_run) -> N
     launch(one_rank_overflows, 2, tiny_run(), group=False)
 
 
-def data_end_on_one(rank: int, settings: list[str]) -> tuple[int, str]:
+def data_end_on_one(rank: int, settings: list[str]) -> tuple[list[torch.Tensor], str]:
+    """What each rank saves as its place in the data, two whole batches on, and how it ends."""
     trainer = build(settings)
+    straight = trainer.dataset.streams(trainer.ranks.rank, trainer.ranks.world)
+    for _ in range(2):
+        straight.next_batch()
+    saved: list[torch.Tensor] = []
+    trainer.save = lambda: saved.append(trainer.streams.state())
+    trainer.checkpoints = SimpleNamespace(wait=lambda: None)
     next_batch, count = trainer.streams.next_batch, iter(range(100))
 
     def short() -> torch.Tensor:
@@ -69,13 +76,17 @@ def data_end_on_one(rank: int, settings: list[str]) -> tuple[int, str]:
     trainer.streams.next_batch = short
     with pytest.raises((DataError, Elsewhere)) as fault:
         trainer.fit()
-    return trainer.progress.step, f"{fault.type.__name__}: {fault.value}"
+    assert trainer.progress.step == 2
+    return [*saved, straight.state()], f"{fault.type.__name__}: {fault.value}"
 
 
 def test_the_end_of_data_on_one_rank_ends_all_at_the_same_step(tiny_run) -> None:
-    first, second = launch(data_end_on_one, 2, tiny_run("evaluation.every=null"), group=False)
-    assert first == (2, "Elsewhere: rank 1 failed, and said why; rank 0 stops with it")
-    assert second == (2, "DataError: the texts end here")
+    settings = tiny_run("evaluation.every=null", "checkpoint.every=1000")
+    (first, one), (second, other) = launch(data_end_on_one, 2, settings, group=False)
+    assert one == "Elsewhere: rank 1 failed, and said why; rank 0 stops with it"
+    assert other.startswith("UnreadableError: the texts end here") and "saved at step 2" in other
+    for saved, straight in (first, second):  # rank 0 had its part of the third batch, which is not to be lost
+        assert torch.equal(saved, straight)
 
 
 def measure(rank: int, settings: list[str], ranks: Ranks | None = None) -> tuple[float, int, int, dict]:

@@ -85,4 +85,4 @@ def test_the_demos_preset_fits_a_run_of_300_steps() -> None:
     demo = preset("demo")
     assert (demo.muon_lr, demo.adam_lr, demo.warmup) == (0.01, 3e-3, 20)
     factors = [learning_rate_factor(step, demo, 300) for step in range(300)]
-    assert (factors[0], factors[19], factors[239], factors[299]) == (1 / 20, 1.0, 1.0, 0.1)
+    assert (factors[0], factors[19], factors[119], factors[299]) == (1 / 20, 1.0, 1.0, 0.1)
