@@ -1,0 +1,279 @@
+"""Depth attention in Triton as two operators of torch, and the autograd function that joins them.
+
+`torch.ops.lrattnres.read` and `read_backward` may be traced, exported and checkpointed. `read` here is what a model
+calls; its meaning is that of `reference.read`.
+
+Gradients take a short cut between the operators of one pass. A finished read h = Σ_p e^(l_p − L) m_p + … has many
+unfinished parts, and what the owner of a part needs from it is the same for all: dh, L and ⟨dh, h⟩. So these travel
+backward in place of the gradients of m_p and l_p: one tensor for all parts, nothing scaled, and each source's
+gradient is made in one pass by its owner. A Part must therefore go to exactly one `read`, and nowhere else.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Optional
+
+import torch
+from torch import Tensor
+
+from lrattnres.kernels.launch import Launch, chunk_for, fire, group, power, rows, rows_for, warps_for
+from lrattnres.kernels.reference import Part, Reading
+
+
+def forward_launch(
+    queries: Tensor, values: Sequence[Tensor], keys: Sequence[Tensor], addend: Tensor | None, parts: Sequence[Tensor],
+    part_stats: Sequence[Tensor], normalize: bool, out: Tensor, total: Tensor, mixtures: Sequence[Tensor],
+    stats: Sequence[Tensor], scalars: Tensor,
+) -> Launch:  # fmt: skip
+    """How `read_forward` is launched for these tensors."""
+    dim, tokens, count, later = values[0].shape[-1], scalars.shape[0], len(values), len(mixtures)
+    size = rows_for(tokens)
+    arguments = {
+        "values": group(values), "keys": group(keys), "addend": group([values[-1] if addend is None else addend]),
+        "parts": group(parts), "part_stats": tuple(part_stats), "queries": queries, "out": out, "total": total,
+        "mixtures": tuple(mixtures), "stats": tuple(stats), "scalars": scalars, "tokens": tokens,
+        "D": dim, "RANK": queries.shape[1], "K": count, "C": queries.shape[0], "P": len(parts),
+        "SEPARATE": bool(keys), "ADDEND": addend is not None, "NORMALIZE": normalize, "MIXTURES": later > 0,
+        "ROWS": size, "BLOCK_D": power(dim), "BLOCK_R": power(queries.shape[1]), "BLOCK_K": power(count),
+        "CHUNK": chunk_for(dim, later),
+    }  # fmt: skip
+    return Launch("read_forward", (-(-tokens // size),), arguments, warps_for(dim))
+
+
+def backward_launch(
+    upstream: Sequence[Tensor], out: Tensor, values: Sequence[Tensor], keys: Sequence[Tensor], queries: Tensor,
+    later_stats: Sequence[Tensor], stats: Tensor, scalars: Tensor, value_in: Sequence[Tensor | None],
+    key_in: Sequence[Tensor | None], normalize: bool, emit: bool, d_hidden: Tensor, d_stats: Tensor,
+    d_values: Sequence[Tensor], d_keys: Sequence[Tensor], beta: Tensor,
+) -> Launch:  # fmt: skip
+    """How `read_backward` is launched for these tensors."""
+    dim, tokens, count, sites = values[0].shape[-1], scalars.shape[0], len(values), len(upstream)
+    size, sources = rows_for(tokens), sources_for(count, sites)
+    arguments = {
+        "upstream": group(upstream), "out": group([out]), "values": group(values), "keys": group(keys), "queries": queries,
+        "later_stats": tuple(later_stats), "stats": stats, "scalars": scalars,
+        "value_in": group([v if given is None else given for v, given in zip(values, value_in, strict=True)]),
+        "key_in": group([k if given is None else given for k, given in zip(keys, key_in, strict=True)]),
+        "d_hidden": d_hidden, "d_stats": d_stats, "d_values": group(d_values), "d_keys": group(d_keys), "beta": beta,
+        "tokens": tokens, "D": dim, "RANK": queries.shape[1], "K": count, "C": sites, "SEPARATE": bool(keys),
+        "NORMALIZE": normalize, "EMIT": emit,
+        "VALUE_IN": sum(1 << i for i, given in enumerate(value_in) if given is not None),
+        "KEY_IN": sum(1 << i for i, given in enumerate(key_in) if given is not None),
+        "ROWS": size, "BLOCK_D": power(dim), "BLOCK_R": power(queries.shape[1]),
+        "CHUNK": chunk_for(dim, sources * sites), "GROUP": sources,
+    }  # fmt: skip
+    return Launch("read_backward", (-(-tokens // size),), arguments, warps_for(dim))
+
+
+def sources_for(count: int, sites: int) -> int:
+    """Sources whose gradients are made together, sharing one look at the gradients of the sites."""
+    return max(1, min(count, 4, 26 // sites))
+
+
+def query_launch(keys: Sequence[Tensor], beta: Tensor, partial: Tensor, offset: int, rank: int, span: int) -> Launch:
+    """How `query_gradient` is launched for these tensors."""
+    tokens, sites, count = beta.shape
+    columns = min(64, power(rank))
+    arguments = {
+        "keys": group(keys), "beta": beta, "partial": partial, "tokens": tokens, "OFFSET": offset, "RANK": rank,
+        "K": count, "C": sites, "SPAN": span, "ROWS": span if span < 16 else 16, "COLUMNS": columns,
+    }  # fmt: skip
+    return Launch("query_gradient", (partial.shape[0], -(-rank // columns)), arguments, 4 if columns >= 32 else 1)
+
+
+SPAN = 128  # tokens whose share of a query's gradient one program sums
+
+
+@torch.library.custom_op("lrattnres::read", mutates_args=())
+def read_op(
+    queries: Tensor,
+    values: Sequence[Tensor],
+    keys: Sequence[Tensor],
+    addend: Optional[Tensor],
+    parts: Sequence[Tensor],
+    part_stats: Sequence[Tensor],
+    normalize: bool,
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """([out, total if there is an addend, mixtures if there are several sources], stats, scalars): see `read_forward`."""
+    wide, stats, scalars = _read_outputs(queries, values, addend)
+    first = 1 if addend is None else 2
+    flat = [rows(tensor) for tensor in wide]
+    fire(
+        forward_launch(
+            queries.float().contiguous(), values, keys, addend, parts, part_stats, normalize,
+            flat[0], flat[first - 1], flat[first:], stats, scalars,
+        )  # fmt: skip
+    )
+    return wide, stats, scalars
+
+
+def _read_outputs(
+    queries: Tensor, values: Sequence[Tensor], addend: Tensor | None
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """Room for what `read` returns."""
+    sites, tokens = queries.shape[0], values[0].shape[:-1].numel()
+    mixtures = sites - 1 if len(values) > 1 else 0
+    wide = [values[0].new_empty(values[0].shape) for _ in range(1 + (addend is not None) + mixtures)]
+    stats = [values[0].new_empty(2, tokens, dtype=torch.float32) for _ in range(sites)]
+    return wide, stats, values[0].new_empty(tokens, sites + 1, len(values), dtype=torch.float32)
+
+
+@read_op.register_fake
+def _(queries, values, keys, addend, parts, part_stats, normalize):  # type: ignore[no-untyped-def]
+    return _read_outputs(queries, values, addend)
+
+
+@torch.library.custom_op("lrattnres::read_backward", mutates_args=())
+def read_backward_op(
+    upstream: Sequence[Tensor],
+    out: Tensor,
+    values: Sequence[Tensor],
+    keys: Sequence[Tensor],
+    queries: Tensor,
+    later_stats: Sequence[Tensor],
+    stats: Tensor,
+    scalars: Tensor,
+    value_in: Sequence[Optional[Tensor]],
+    key_in: Sequence[Optional[Tensor]],
+    normalize: bool,
+    emit: bool,
+) -> tuple[list[Tensor], list[Tensor], Tensor, list[Tensor], Tensor]:
+    """(d values, d keys, d queries, [dh if `emit`], d stats): see the kernel `read_backward`."""
+    d_values, d_keys, _, hidden, d_stats = outputs = _backward_outputs(values, keys, queries, stats, emit)
+    tokens, sites = scalars.shape[0], len(upstream)
+    beta = scalars.new_empty(tokens, sites, len(values))
+    flat = queries.float().contiguous()
+    fire(
+        backward_launch(
+            upstream, out, values, keys, flat, later_stats, stats, scalars, value_in, key_in, normalize, emit,
+            rows(hidden[0] if emit else d_values[0]), d_stats, d_values, d_keys, beta,
+        )  # fmt: skip
+    )
+    rank = queries.shape[1]
+    partial = scalars.new_empty(-(-tokens // SPAN), sites, rank)
+    fire(query_launch(keys or values, beta, partial, 0 if keys else values[0].shape[-1] - rank, rank, SPAN))
+    return *outputs[:2], partial.sum(0).to(queries.dtype), *outputs[3:]  # type: ignore[return-value]
+
+
+def _backward_outputs(
+    values: Sequence[Tensor], keys: Sequence[Tensor], queries: Tensor, stats: Tensor, emit: bool
+) -> tuple[list[Tensor], list[Tensor], Tensor, list[Tensor], Tensor]:
+    """Room for what `read_backward` returns."""
+    d_values = [value.new_empty(value.shape) for value in values]
+    hidden = [values[0].new_empty(values[0].shape)] if emit else []
+    return d_values, [key.new_empty(key.shape) for key in keys], queries.new_empty(queries.shape), hidden, torch.empty_like(stats)
+
+
+@read_backward_op.register_fake
+def _(  # type: ignore[no-untyped-def]
+    upstream, out, values, keys, queries, later_stats, stats, scalars, value_in, key_in, normalize, emit
+):
+    return _backward_outputs(values, keys, queries, stats, emit)
+
+
+class _Layout(NamedTuple):
+    """How the flat arguments and results of `_Read` are cut: how many there are of each kind."""
+
+    values: int
+    keys: int
+    parts: int
+    later: int
+    addend: bool
+    normalize: bool
+    passes: bool
+
+    def passed(self) -> tuple[int, int, int]:
+        """Sums (one at most), values and keys that are handed on."""
+        return self.addend, (self.values - self.addend) * self.passes, self.keys * self.passes
+
+
+class _Read(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, layout: _Layout, queries: Tensor, addend: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+        values, keys, parts, part_stats = _cut(tensors, layout.values, layout.keys, layout.parts, layout.parts)
+        wide, stats, scalars = torch.ops.lrattnres.read(queries, values, keys, addend, parts, part_stats, layout.normalize)
+        out, mixtures = wide[0], wide[1 + layout.addend :]
+        if layout.addend:
+            values = [*values[:-1], wide[1]]
+        if layout.values == 1:  # the unfinished read of a single source is that source
+            mixtures = [values[0].view_as(values[0]) for _ in range(layout.later)]
+        ctx.set_materialize_grads(False)
+        ctx.layout = layout
+        ctx.save_for_backward(queries, out, stats[0], scalars, *values, *keys)
+        total = wide[1:2] if layout.addend else []
+        if not layout.passes:  # nothing comes back through it, and nobody may invent zeros of its size
+            ctx.mark_non_differentiable(*total)
+            return (out, *total, *mixtures, *stats[1:])
+        passed = [tensor.view_as(tensor) for tensor in (*values[: len(values) - len(total)], *keys)]
+        return (out, *total, *passed, *mixtures, *stats[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        layout = ctx.layout
+        queries, out, stats, scalars, *sources = ctx.saved_tensors
+        values, keys = _cut(sources, layout.values, layout.keys)
+        grad, total_in, value_in, key_in, later, later_stats = _cut(gradients, 1, *layout.passed(), layout.later, layout.later)
+        upstream = [torch.zeros_like(out) if g is None else g for g in (*grad, *later)]
+        # A read that nobody used weighs nothing: its log-sum-exp is infinite.
+        later_stats = [torch.full_like(stats, torch.inf) if s is None else s for s in later_stats]
+        d_values, d_keys, d_queries, hidden, d_stats = torch.ops.lrattnres.read_backward(
+            upstream, out, values, keys, queries, later_stats, stats, scalars,
+            [*value_in, *total_in] if layout.passes else [None] * layout.values, key_in or [None] * layout.keys,
+            layout.normalize, layout.normalize and layout.parts > 0,
+        )  # fmt: skip
+        dh = hidden[0] if hidden else upstream[0]
+        d_addend = d_values[-1] if layout.addend else None
+        return (None, d_queries, d_addend, *d_values, *d_keys, *[dh] * layout.parts, *[d_stats] * layout.parts)
+
+
+def _cut(flat: Sequence[Any], *counts: int) -> list[list[Any]]:
+    """Consecutive pieces of the given lengths."""
+    pieces, start = [], 0
+    for count in counts:
+        pieces.append(list(flat[start : start + count]))
+        start += count
+    assert start == len(flat)
+    return pieces
+
+
+def read(
+    queries: Tensor,
+    values: Sequence[Tensor],
+    keys: Sequence[Tensor] = (),
+    addend: Tensor | None = None,
+    parts: Sequence[Part] = (),
+    *,
+    normalize: bool,
+    passes: bool,
+) -> Reading:
+    """`reference.read` in Triton. A Part's statistics are [2, tokens] float32: its log-sum-exp, and a row of zeros.
+
+    Raises ValueError for inputs the kernels do not take: mixed types, devices or shapes.
+    """
+    _check(queries, values, keys, addend)
+    later = queries.shape[0] - 1
+    layout = _Layout(len(values), len(keys), len(parts), later, addend is not None, normalize, passes)
+    mixtures, stats = [part.mixture for part in parts], [part.stats for part in parts]
+    out, *rest = _Read.apply(layout, queries, addend, *values, *keys, *mixtures, *stats)  # type: ignore[no-untyped-call]
+    total, passed, passed_keys, made, made_stats = _cut(rest, *layout.passed(), later, later)
+    if not passes:
+        passed, passed_keys = list(values[: len(values) - len(total)]), list(keys)
+    return Reading(out, (*passed, *total), tuple(passed_keys), tuple(map(Part, made, made_stats)))
+
+
+def _check(queries: Tensor, values: Sequence[Tensor], keys: Sequence[Tensor], addend: Tensor | None) -> None:
+    first = values[0]
+    if first.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"values are {first.dtype}: the Triton kernels take float32 and bfloat16; write kernels=reference")
+    dim, rank = first.shape[-1], queries.shape[-1]
+    if not 1 <= rank <= dim and not keys:
+        raise ValueError(f"queries of width {rank}: a key is the tail of a value, so write between 1 and {dim}")
+    if keys and len(keys) != len(values):
+        raise ValueError(f"{len(keys)} keys for {len(values)} values: write one a source, or none")
+    for name, tensors, shape in (
+        ("values", [*values, *([] if addend is None else [addend])], first.shape),
+        ("keys", keys, (*first.shape[:-1], rank)),
+    ):
+        for tensor in tensors:
+            if (tensor.shape, tensor.dtype, tensor.device) != (shape, first.dtype, first.device):
+                found = f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+                raise ValueError(f"{name}: {found} among tensors of {tuple(shape)} {first.dtype} on {first.device}")
