@@ -26,6 +26,7 @@ from lrattnres.config import (
 )
 from lrattnres.data.tokenizers import VOCABULARY
 from lrattnres.depth.router import VARIANTS
+from lrattnres.kernels.backends import choose_kernels
 from lrattnres.model.attention import choose_attention
 
 DTYPES = {Precision.float32: torch.float32, Precision.bfloat16: torch.bfloat16}
@@ -188,6 +189,11 @@ def _machine(config: TrainConfig) -> Iterator[str]:
     device = resolve_device(config.device)
     try:
         choose_attention(config.attention.name, device, DTYPES[config.precision], training=True)
+    except ValueError as fault:
+        yield str(fault)
+    try:
+        compiled = config.compile is not Compile.off
+        choose_kernels(config.kernels.name, device, DTYPES[config.precision], compiled=compiled)
     except ValueError as fault:
         yield str(fault)
     compiler = os.environ.get("CXX", "g++")

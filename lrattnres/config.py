@@ -76,6 +76,13 @@ class AttentionBackend(Enum):
     sdpa = "sdpa"
 
 
+class Kernels(Enum):
+    auto = "auto"
+    triton = "triton"
+    compiled = "compiled"
+    reference = "reference"
+
+
 class Compile(Enum):
     off = "off"
     model = "model"
@@ -188,6 +195,11 @@ class TrainConfig:
     attention: AttentionBackend = option(
         "attention kernel; auto: the fastest that runs here", AttentionBackend.auto, may_change=True
     )
+    kernels: Kernels = option(
+        "depth attention; auto: triton on a GPU; on a CPU compiled where compile is not off, else reference",
+        Kernels.auto,
+        may_change=True,
+    )
     compile: Compile = option("torch.compile: off, the whole model, or each sub-layer", Compile.off, may_change=True)
     threads: int | None = option("CPU threads; null: torch's choice", None, may_change=True)
     model: ModelConfig = option("the transformer", ModelConfig)
@@ -211,6 +223,7 @@ class EvalConfig:
     device: Device = option("where to evaluate", Device.auto)
     precision: Precision | None = option("arithmetic; null: as the run has it", None)
     attention: AttentionBackend = option("attention kernel", AttentionBackend.auto)
+    kernels: Kernels = option("depth attention; auto: triton on a GPU, else reference", Kernels.auto)
     threads: int | None = option("CPU threads; null: torch's choice", None)
     cache: str | None = option("folder for prepared corpora; null: as the run has it", None)
 

@@ -127,6 +127,7 @@ class DepthRouter(nn.Module):
         complete = site == 0 or self.plan.closes(site - 1)
         read = reading.out
         if not replaces:  # Site 0 has one source: it is what is read, and adding it to the stream would double it.
+            assert depth.stream is not None
             read = rms_norm(read if site == 0 else depth.stream + read)
         return Depth(
             all_sources if complete else all_sources[:-1],

@@ -74,14 +74,16 @@ KERNELS = {
 }
 
 
-def choose_kernels(name: str, device: torch.device, dtype: torch.dtype) -> DepthKernels:
-    """The backend called `name`. `auto` is Triton on a GPU; on a CPU plain torch, which a compiled model compiles along.
+def choose_kernels(name: str, device: torch.device, dtype: torch.dtype, *, compiled: bool) -> DepthKernels:
+    """The backend called `name`. `auto` is Triton on a GPU; on a CPU `compiled` if the model is `compiled` too, else
+    `reference`, which starts at once: compiling pays off after some hundred steps only.
 
     Raises ValueError saying why a named one cannot run on this machine, and what to write instead.
     """
     if name == "auto":
-        candidates = ("triton", "compiled", "reference") if device.type == "cuda" else ("reference",)
-        return next(KERNELS[key] for key in candidates if KERNELS[key].obstacle(device, dtype) is None)
+        candidates = ("triton",) if device.type == "cuda" else ("compiled",) if compiled else ()
+        able = (KERNELS[key] for key in candidates if KERNELS[key].obstacle(device, dtype) is None)
+        return next(able, KERNELS["reference"])
     obstacle = KERNELS[name].obstacle(device, dtype)
     if obstacle:
         raise ValueError(f"kernels={name}: {obstacle}; or write kernels=auto or kernels=reference")
@@ -109,7 +111,7 @@ def depth_attention(
     if query.dim() != 1 or not values or (keys is not None and len(keys) != len(values)):
         counts = f"query of shape {tuple(query.shape)}, {len(values)} values, {'no' if keys is None else len(keys)} keys"
         raise ValueError(f"{counts}: write one query [r], at least one value [..., d], and a key [..., r] for each or none")
-    backend = choose_kernels(kernels, values[0].device, values[0].dtype)
+    backend = choose_kernels(kernels, values[0].device, values[0].dtype, compiled=torch.compiler.is_compiling())
     return backend.read(query.unsqueeze(0), tuple(values), tuple(keys or ()), normalize=normalize, passes=False).out
 
 

@@ -10,7 +10,7 @@ gradient is made in one pass by its owner. A Part must therefore go to exactly o
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,47 +20,107 @@ from lrattnres.kernels.reference import Part, Reading
 
 
 def forward_launch(
-    queries: Tensor, values: Sequence[Tensor], keys: Sequence[Tensor], addend: Tensor | None, parts: Sequence[Tensor],
-    part_stats: Sequence[Tensor], normalize: bool, out: Tensor, total: Tensor, mixtures: Sequence[Tensor],
-    stats: Sequence[Tensor], scalars: Tensor,
-) -> Launch:  # fmt: skip
+    queries: Tensor,
+    values: Sequence[Tensor],
+    keys: Sequence[Tensor],
+    addend: Tensor | None,
+    parts: Sequence[Tensor],
+    part_stats: Sequence[Tensor],
+    normalize: bool,
+    out: Tensor,
+    total: Tensor,
+    mixtures: Sequence[Tensor],
+    stats: Sequence[Tensor],
+    scalars: Tensor,
+) -> Launch:
     """How `read_forward` is launched for these tensors."""
     dim, tokens, count, later = values[0].shape[-1], scalars.shape[0], len(values), len(mixtures)
     size = rows_for(tokens)
     arguments = {
-        "values": group(values), "keys": group(keys), "addend": group([values[-1] if addend is None else addend]),
-        "parts": group(parts), "part_stats": tuple(part_stats), "queries": queries, "out": out, "total": total,
-        "mixtures": tuple(mixtures), "stats": tuple(stats), "scalars": scalars, "tokens": tokens,
-        "D": dim, "RANK": queries.shape[1], "K": count, "C": queries.shape[0], "P": len(parts),
-        "SEPARATE": bool(keys), "ADDEND": addend is not None, "NORMALIZE": normalize, "MIXTURES": later > 0,
-        "ROWS": size, "BLOCK_D": power(dim), "BLOCK_R": power(queries.shape[1]), "BLOCK_K": power(count),
+        "values": group(values),
+        "keys": group(keys),
+        "addend": group([values[-1] if addend is None else addend]),
+        "parts": group(parts),
+        "part_stats": tuple(part_stats),
+        "queries": queries,
+        "out": out,
+        "total": total,
+        "mixtures": tuple(mixtures),
+        "stats": tuple(stats),
+        "scalars": scalars,
+        "tokens": tokens,
+        "D": dim,
+        "RANK": queries.shape[1],
+        "K": count,
+        "C": queries.shape[0],
+        "P": len(parts),
+        "SEPARATE": bool(keys),
+        "ADDEND": addend is not None,
+        "NORMALIZE": normalize,
+        "MIXTURES": later > 0,
+        "ROWS": size,
+        "BLOCK_D": power(dim),
+        "BLOCK_R": power(queries.shape[1]),
+        "BLOCK_K": power(count),
         "CHUNK": chunk_for(dim, later),
-    }  # fmt: skip
+    }
     return Launch("read_forward", (-(-tokens // size),), arguments, warps_for(dim))
 
 
 def backward_launch(
-    upstream: Sequence[Tensor], out: Tensor, values: Sequence[Tensor], keys: Sequence[Tensor], queries: Tensor,
-    later_stats: Sequence[Tensor], stats: Tensor, scalars: Tensor, value_in: Sequence[Tensor | None],
-    key_in: Sequence[Tensor | None], normalize: bool, emit: bool, d_hidden: Tensor, d_stats: Tensor,
-    d_values: Sequence[Tensor], d_keys: Sequence[Tensor], beta: Tensor,
-) -> Launch:  # fmt: skip
+    upstream: Sequence[Tensor],
+    out: Tensor,
+    values: Sequence[Tensor],
+    keys: Sequence[Tensor],
+    queries: Tensor,
+    later_stats: Sequence[Tensor],
+    stats: Tensor,
+    scalars: Tensor,
+    value_in: Sequence[Tensor | None],
+    key_in: Sequence[Tensor | None],
+    normalize: bool,
+    emit: bool,
+    d_hidden: Tensor,
+    d_stats: Tensor,
+    d_values: Sequence[Tensor],
+    d_keys: Sequence[Tensor],
+    beta: Tensor,
+) -> Launch:
     """How `read_backward` is launched for these tensors."""
     dim, tokens, count, sites = values[0].shape[-1], scalars.shape[0], len(values), len(upstream)
     size, sources = rows_for(tokens), sources_for(count, sites)
     arguments = {
-        "upstream": group(upstream), "out": group([out]), "values": group(values), "keys": group(keys), "queries": queries,
-        "later_stats": tuple(later_stats), "stats": stats, "scalars": scalars,
+        "upstream": group(upstream),
+        "out": group([out]),
+        "values": group(values),
+        "keys": group(keys),
+        "queries": queries,
+        "later_stats": tuple(later_stats),
+        "stats": stats,
+        "scalars": scalars,
         "value_in": group([v if given is None else given for v, given in zip(values, value_in, strict=True)]),
         "key_in": group([k if given is None else given for k, given in zip(keys, key_in, strict=True)]),
-        "d_hidden": d_hidden, "d_stats": d_stats, "d_values": group(d_values), "d_keys": group(d_keys), "beta": beta,
-        "tokens": tokens, "D": dim, "RANK": queries.shape[1], "K": count, "C": sites, "SEPARATE": bool(keys),
-        "NORMALIZE": normalize, "EMIT": emit,
+        "d_hidden": d_hidden,
+        "d_stats": d_stats,
+        "d_values": group(d_values),
+        "d_keys": group(d_keys),
+        "beta": beta,
+        "tokens": tokens,
+        "D": dim,
+        "RANK": queries.shape[1],
+        "K": count,
+        "C": sites,
+        "SEPARATE": bool(keys),
+        "NORMALIZE": normalize,
+        "EMIT": emit,
         "VALUE_IN": sum(1 << i for i, given in enumerate(value_in) if given is not None),
         "KEY_IN": sum(1 << i for i, given in enumerate(key_in) if given is not None),
-        "ROWS": size, "BLOCK_D": power(dim), "BLOCK_R": power(queries.shape[1]),
-        "CHUNK": chunk_for(dim, sources * sites), "GROUP": sources,
-    }  # fmt: skip
+        "ROWS": size,
+        "BLOCK_D": power(dim),
+        "BLOCK_R": power(queries.shape[1]),
+        "CHUNK": chunk_for(dim, sources * sites),
+        "GROUP": sources,
+    }
     return Launch("read_backward", (-(-tokens // size),), arguments, warps_for(dim))
 
 
@@ -74,9 +134,18 @@ def query_launch(keys: Sequence[Tensor], beta: Tensor, partial: Tensor, offset: 
     tokens, sites, count = beta.shape
     columns = min(64, power(rank))
     arguments = {
-        "keys": group(keys), "beta": beta, "partial": partial, "tokens": tokens, "OFFSET": offset, "RANK": rank,
-        "K": count, "C": sites, "SPAN": span, "ROWS": span if span < 16 else 16, "COLUMNS": columns,
-    }  # fmt: skip
+        "keys": group(keys),
+        "beta": beta,
+        "partial": partial,
+        "tokens": tokens,
+        "OFFSET": offset,
+        "RANK": rank,
+        "K": count,
+        "C": sites,
+        "SPAN": span,
+        "ROWS": span if span < 16 else 16,
+        "COLUMNS": columns,
+    }
     return Launch("query_gradient", (partial.shape[0], -(-rank // columns)), arguments, 4 if columns >= 32 else 1)
 
 
@@ -88,7 +157,7 @@ def read_op(
     queries: Tensor,
     values: Sequence[Tensor],
     keys: Sequence[Tensor],
-    addend: Optional[Tensor],
+    addend: Tensor | None,
     parts: Sequence[Tensor],
     part_stats: Sequence[Tensor],
     normalize: bool,
@@ -99,16 +168,24 @@ def read_op(
     flat = [rows(tensor) for tensor in wide]
     fire(
         forward_launch(
-            queries.float().contiguous(), values, keys, addend, parts, part_stats, normalize,
-            flat[0], flat[first - 1], flat[first:], stats, scalars,
-        )  # fmt: skip
+            queries.float().contiguous(),
+            values,
+            keys,
+            addend,
+            parts,
+            part_stats,
+            normalize,
+            flat[0],
+            flat[first - 1],
+            flat[first:],
+            stats,
+            scalars,
+        )
     )
     return wide, stats, scalars
 
 
-def _read_outputs(
-    queries: Tensor, values: Sequence[Tensor], addend: Tensor | None
-) -> tuple[list[Tensor], list[Tensor], Tensor]:
+def _read_outputs(queries: Tensor, values: Sequence[Tensor], addend: Tensor | None) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """Room for what `read` returns."""
     sites, tokens = queries.shape[0], values[0].shape[:-1].numel()
     mixtures = sites - 1 if len(values) > 1 else 0
@@ -132,8 +209,8 @@ def read_backward_op(
     later_stats: Sequence[Tensor],
     stats: Tensor,
     scalars: Tensor,
-    value_in: Sequence[Optional[Tensor]],
-    key_in: Sequence[Optional[Tensor]],
+    value_in: Sequence[Tensor | None],
+    key_in: Sequence[Tensor | None],
     normalize: bool,
     emit: bool,
 ) -> tuple[list[Tensor], list[Tensor], Tensor, list[Tensor], Tensor]:
@@ -144,14 +221,29 @@ def read_backward_op(
     flat = queries.float().contiguous()
     fire(
         backward_launch(
-            upstream, out, values, keys, flat, later_stats, stats, scalars, value_in, key_in, normalize, emit,
-            rows(hidden[0] if emit else d_values[0]), d_stats, d_values, d_keys, beta,
-        )  # fmt: skip
+            upstream,
+            out,
+            values,
+            keys,
+            flat,
+            later_stats,
+            stats,
+            scalars,
+            value_in,
+            key_in,
+            normalize,
+            emit,
+            rows(hidden[0] if emit else d_values[0]),
+            d_stats,
+            d_values,
+            d_keys,
+            beta,
+        )
     )
     rank = queries.shape[1]
     partial = scalars.new_empty(-(-tokens // SPAN), sites, rank)
     fire(query_launch(keys or values, beta, partial, 0 if keys else values[0].shape[-1] - rank, rank, SPAN))
-    return *outputs[:2], partial.sum(0).to(queries.dtype), *outputs[3:]  # type: ignore[return-value]
+    return *outputs[:2], partial.sum(0).to(queries.dtype), *outputs[3:]
 
 
 def _backward_outputs(
@@ -216,10 +308,19 @@ class _Read(torch.autograd.Function):
         # A read that nobody used weighs nothing: its log-sum-exp is infinite.
         later_stats = [torch.full_like(stats, torch.inf) if s is None else s for s in later_stats]
         d_values, d_keys, d_queries, hidden, d_stats = torch.ops.lrattnres.read_backward(
-            upstream, out, values, keys, queries, later_stats, stats, scalars,
-            [*value_in, *total_in] if layout.passes else [None] * layout.values, key_in or [None] * layout.keys,
-            layout.normalize, layout.normalize and layout.parts > 0,
-        )  # fmt: skip
+            upstream,
+            out,
+            values,
+            keys,
+            queries,
+            later_stats,
+            stats,
+            scalars,
+            [*value_in, *total_in] if layout.passes else [None] * layout.values,
+            key_in or [None] * layout.keys,
+            layout.normalize,
+            layout.normalize and layout.parts > 0,
+        )
         dh = hidden[0] if hidden else upstream[0]
         d_addend = d_values[-1] if layout.addend else None
         return (None, d_queries, d_addend, *d_values, *d_keys, *[dh] * layout.parts, *[d_stats] * layout.parts)
@@ -253,7 +354,7 @@ def read(
     later = queries.shape[0] - 1
     layout = _Layout(len(values), len(keys), len(parts), later, addend is not None, normalize, passes)
     mixtures, stats = [part.mixture for part in parts], [part.stats for part in parts]
-    out, *rest = _Read.apply(layout, queries, addend, *values, *keys, *mixtures, *stats)  # type: ignore[no-untyped-call]
+    out, *rest = _Read.apply(layout, queries, addend, *values, *keys, *mixtures, *stats)
     total, passed, passed_keys, made, made_stats = _cut(rest, *layout.passed(), later, later)
     if not passes:
         passed, passed_keys = list(values[: len(values) - len(total)]), list(keys)

@@ -176,7 +176,7 @@ def read_backward(
     tl.store(d_stats + tokens + row, inner, mask=live)
     tl.debug_barrier()
     finished = (along, scale, out)
-    all_stats = (d_stats,) + later_stats
+    all_stats = (d_stats,) + later_stats  # noqa: RUF005 — no unpacking in the kernel language
     for base in tl.static_range(0, K, GROUP):
         END: tl.constexpr = base + GROUP if base + GROUP < K else K
         _score_gradients(upstream, finished, values, all_stats, scalars, beta, row, live, tokens,

@@ -12,6 +12,7 @@ from lrattnres.checks import DTYPES, resolve_device
 from lrattnres.config import Compile, TrainConfig, plain
 from lrattnres.data.dataset import Dataset, open_dataset
 from lrattnres.depth.cost import Cost, cost
+from lrattnres.kernels.backends import choose_kernels
 from lrattnres.model.attention import choose_attention
 from lrattnres.model.transformer import Transformer, build_model
 from lrattnres.optim.groups import assign, ownership_table
@@ -88,11 +89,12 @@ def _build(config: TrainConfig) -> tuple[Transformer, dict[str, Any]]:
     """The model with its initial weights, and what was chosen for this machine."""
     device, dtype = resolve_device(config.device), DTYPES[config.precision]
     attention = choose_attention(config.attention.name, device, dtype, training=True)
-    model = build_model(config.model, seed=config.seed, device=device, attention=attention, dtype=dtype)
+    kernels = choose_kernels(config.kernels.name, device, dtype, compiled=config.compile is not Compile.off)
+    model = build_model(config.model, seed=config.seed, device=device, attention=attention, dtype=dtype, kernels=kernels)
     compile_model(model, config.compile)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
     choices = {"device": name, "precision": config.precision.name, "attention": attention.name}
-    return model, choices | {"depth_kernels": "reference", "compile": config.compile.name}
+    return model, choices | {"depth_kernels": kernels.name, "compile": config.compile.name}
 
 
 def compile_model(model: Transformer, how: Compile) -> None:
