@@ -15,139 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lrattnres.kernels.launch import Launch, chunk_for, fire, group, power, rows, rows_for, warps_for
+from lrattnres.kernels.launch import fire
+from lrattnres.kernels.launches import backward_launch, forward_launch, query_launch
 from lrattnres.kernels.reference import Part, Reading
-
-
-def forward_launch(
-    queries: Tensor,
-    values: Sequence[Tensor],
-    keys: Sequence[Tensor],
-    addend: Tensor | None,
-    parts: Sequence[Tensor],
-    part_stats: Sequence[Tensor],
-    normalize: bool,
-    out: Tensor,
-    total: Tensor,
-    mixtures: Sequence[Tensor],
-    stats: Sequence[Tensor],
-    scalars: Tensor,
-) -> Launch:
-    """How `read_forward` is launched for these tensors."""
-    dim, tokens, count, later = values[0].shape[-1], scalars.shape[0], len(values), len(mixtures)
-    size = rows_for(tokens)
-    arguments = {
-        "values": group(values),
-        "keys": group(keys),
-        "addend": group([values[-1] if addend is None else addend]),
-        "parts": group(parts),
-        "part_stats": tuple(part_stats),
-        "queries": queries,
-        "out": out,
-        "total": total,
-        "mixtures": tuple(mixtures),
-        "stats": tuple(stats),
-        "scalars": scalars,
-        "tokens": tokens,
-        "D": dim,
-        "RANK": queries.shape[1],
-        "K": count,
-        "C": queries.shape[0],
-        "P": len(parts),
-        "SEPARATE": bool(keys),
-        "ADDEND": addend is not None,
-        "NORMALIZE": normalize,
-        "MIXTURES": later > 0,
-        "ROWS": size,
-        "BLOCK_D": power(dim),
-        "BLOCK_R": power(queries.shape[1]),
-        "BLOCK_K": power(count),
-        "CHUNK": chunk_for(dim, later),
-    }
-    return Launch("read_forward", (-(-tokens // size),), arguments, warps_for(dim))
-
-
-def backward_launch(
-    upstream: Sequence[Tensor],
-    out: Tensor,
-    values: Sequence[Tensor],
-    keys: Sequence[Tensor],
-    queries: Tensor,
-    later_stats: Sequence[Tensor],
-    stats: Tensor,
-    scalars: Tensor,
-    value_in: Sequence[Tensor | None],
-    key_in: Sequence[Tensor | None],
-    normalize: bool,
-    emit: bool,
-    d_hidden: Tensor,
-    d_stats: Tensor,
-    d_values: Sequence[Tensor],
-    d_keys: Sequence[Tensor],
-    beta: Tensor,
-) -> Launch:
-    """How `read_backward` is launched for these tensors."""
-    dim, tokens, count, sites = values[0].shape[-1], scalars.shape[0], len(values), len(upstream)
-    size, sources = rows_for(tokens), sources_for(count, sites)
-    arguments = {
-        "upstream": group(upstream),
-        "out": group([out]),
-        "values": group(values),
-        "keys": group(keys),
-        "queries": queries,
-        "later_stats": tuple(later_stats),
-        "stats": stats,
-        "scalars": scalars,
-        "value_in": group([v if given is None else given for v, given in zip(values, value_in, strict=True)]),
-        "key_in": group([k if given is None else given for k, given in zip(keys, key_in, strict=True)]),
-        "d_hidden": d_hidden,
-        "d_stats": d_stats,
-        "d_values": group(d_values),
-        "d_keys": group(d_keys),
-        "beta": beta,
-        "tokens": tokens,
-        "D": dim,
-        "RANK": queries.shape[1],
-        "K": count,
-        "C": sites,
-        "SEPARATE": bool(keys),
-        "NORMALIZE": normalize,
-        "EMIT": emit,
-        "VALUE_IN": sum(1 << i for i, given in enumerate(value_in) if given is not None),
-        "KEY_IN": sum(1 << i for i, given in enumerate(key_in) if given is not None),
-        "ROWS": size,
-        "BLOCK_D": power(dim),
-        "BLOCK_R": power(queries.shape[1]),
-        "CHUNK": chunk_for(dim, sources * sites),
-        "GROUP": sources,
-    }
-    return Launch("read_backward", (-(-tokens // size),), arguments, warps_for(dim))
-
-
-def sources_for(count: int, sites: int) -> int:
-    """Sources whose gradients are made together, sharing one look at the gradients of the sites."""
-    return max(1, min(count, 4, 26 // sites))
-
-
-def query_launch(keys: Sequence[Tensor], beta: Tensor, partial: Tensor, offset: int, rank: int, span: int) -> Launch:
-    """How `query_gradient` is launched for these tensors."""
-    tokens, sites, count = beta.shape
-    columns = min(64, power(rank))
-    arguments = {
-        "keys": group(keys),
-        "beta": beta,
-        "partial": partial,
-        "tokens": tokens,
-        "OFFSET": offset,
-        "RANK": rank,
-        "K": count,
-        "C": sites,
-        "SPAN": span,
-        "ROWS": span if span < 16 else 16,
-        "COLUMNS": columns,
-    }
-    return Launch("query_gradient", (partial.shape[0], -(-rank // columns)), arguments, 4 if columns >= 32 else 1)
-
 
 SPAN = 128  # tokens whose share of a query's gradient one program sums
 
@@ -163,26 +33,9 @@ def read_op(
     normalize: bool,
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """([out, total if there is an addend, mixtures if there are several sources], stats, scalars): see `read_forward`."""
-    wide, stats, scalars = _read_outputs(queries, values, addend)
-    first = 1 if addend is None else 2
-    flat = [rows(tensor) for tensor in wide]
-    fire(
-        forward_launch(
-            queries.float().contiguous(),
-            values,
-            keys,
-            addend,
-            parts,
-            part_stats,
-            normalize,
-            flat[0],
-            flat[first - 1],
-            flat[first:],
-            stats,
-            scalars,
-        )
-    )
-    return wide, stats, scalars
+    results = _read_outputs(queries, values, addend)
+    fire(forward_launch(queries, values, keys, addend, parts, part_stats, normalize, results))
+    return results
 
 
 def _read_outputs(queries: Tensor, values: Sequence[Tensor], addend: Tensor | None) -> tuple[list[Tensor], list[Tensor], Tensor]:
@@ -215,35 +68,14 @@ def read_backward_op(
     emit: bool,
 ) -> tuple[list[Tensor], list[Tensor], Tensor, list[Tensor], Tensor]:
     """(d values, d keys, d queries, [dh if `emit`], d stats): see the kernel `read_backward`."""
-    d_values, d_keys, _, hidden, d_stats = outputs = _backward_outputs(values, keys, queries, stats, emit)
-    tokens, sites = scalars.shape[0], len(upstream)
-    beta = scalars.new_empty(tokens, sites, len(values))
-    flat = queries.float().contiguous()
-    fire(
-        backward_launch(
-            upstream,
-            out,
-            values,
-            keys,
-            flat,
-            later_stats,
-            stats,
-            scalars,
-            value_in,
-            key_in,
-            normalize,
-            emit,
-            rows(hidden[0] if emit else d_values[0]),
-            d_stats,
-            d_values,
-            d_keys,
-            beta,
-        )
-    )
-    rank = queries.shape[1]
-    partial = scalars.new_empty(-(-tokens // SPAN), sites, rank)
-    fire(query_launch(keys or values, beta, partial, 0 if keys else values[0].shape[-1] - rank, rank, SPAN))
-    return *outputs[:2], partial.sum(0).to(queries.dtype), *outputs[3:]
+    results = _backward_outputs(values, keys, queries, stats, emit)
+    tokens, rank = scalars.shape[0], queries.shape[1]
+    beta = scalars.new_empty(tokens, len(upstream), len(values))
+    given = (upstream, out, values, keys, queries, later_stats, stats, scalars, value_in, key_in)
+    fire(backward_launch(*given, normalize, emit, results, beta))
+    partial = scalars.new_empty(-(-tokens // SPAN), len(upstream), rank)
+    fire(query_launch(keys or values, beta, partial, 0 if keys else values[0].shape[-1] - rank, SPAN))
+    return *results[:2], partial.sum(0).to(queries.dtype), *results[3:]
 
 
 def _backward_outputs(

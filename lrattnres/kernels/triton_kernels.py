@@ -12,7 +12,8 @@ The key of a source lies in its last RANK columns (SEPARATE=False) or in a tenso
 arrive as two summands; their sum, rounded to their type, is then written as well.
 
 An argument that is a group of tensors is a pair: their pointers, and their row strides. Scalars a token and source
-(`scalars` [tokens, C + 1, K]) are the logits, and in their last row rsqrt(mean(k_i²) + ε).
+(`scalars` [tokens, C + 1, K]) are the logits, and in their last row rsqrt(mean(k_i²) + ε). A mask is None where it
+would be true everywhere: at one token a program and a power of two of columns it costs as much as the arithmetic.
 """
 
 from __future__ import annotations
@@ -24,8 +25,23 @@ EPSILON = tl.constexpr(2.0**-23)
 
 
 @triton.jit
+def _get(pointer, mask):
+    return tl.load(pointer) if mask is None else tl.load(pointer, mask=mask, other=0.0)
+
+
+@triton.jit
 def _load(tensors, i: tl.constexpr, row, column, mask):
-    return tl.load(tensors[0][i] + row[:, None] * tensors[1][i] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    return _get(tensors[0][i] + row[:, None] * tensors[1][i] + column[None, :], mask).to(tl.float32)
+
+
+@triton.jit
+def _inside(live, column, WIDTH: tl.constexpr, EVEN: tl.constexpr):
+    """Which elements of a tile exist; `live` is None where all rows do, EVEN says that all columns do."""
+    if live is None:
+        mask = None if EVEN else (column < WIDTH)[None, :]
+    else:
+        mask = live[:, None] & (column < WIDTH)[None, :]
+    return mask
 
 
 @triton.jit
@@ -39,31 +55,31 @@ def _source(values, addend, i: tl.constexpr, LAST: tl.constexpr, row, column, ma
 
 @triton.jit
 def read_forward(
-    values, keys, addend, parts, part_stats, queries, out, total, mixtures, stats, scalars, tokens,
+    values, keys, addend, parts, part_stats, queries, out, total, mixtures, stats, scalars, weights, tokens,
     D: tl.constexpr, RANK: tl.constexpr, K: tl.constexpr, C: tl.constexpr, P: tl.constexpr,
     SEPARATE: tl.constexpr, ADDEND: tl.constexpr, NORMALIZE: tl.constexpr, MIXTURES: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Writes out [tokens, D], mixtures C−1 × [tokens, D] (if MIXTURES), total [tokens, D] (if ADDEND), scalars, and
     stats C × [2, tokens]: the log-sum-exp; below it 1/rms of h for the first query, zero for the others.
+    weights [tokens, C, K] is scratch.
     """
     LAST: tl.constexpr = K - 1 if ADDEND else -1
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    live = row < tokens
+    live = None if ROWS == 1 else row < tokens
     _logits(values, keys, addend, queries, scalars, row, live, D, RANK, K, C, SEPARATE, LAST, BLOCK_R)
     tl.debug_barrier()  # every thread reads the scalars that one thread wrote
-    first = _log_sums(part_stats, stats, scalars, row, live, tokens, K, C, P, ROWS, BLOCK_K)
+    first = _weights(part_stats, stats, scalars, weights, row, live, tokens, K, C, P, ROWS, BLOCK_K)
+    tl.debug_barrier()
 
     column = tl.arange(0, BLOCK_D)
-    inside = live[:, None] & (column < D)[None, :]
+    inside = _inside(live, column, D, D == BLOCK_D)
     h = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for p in tl.static_range(P):
-        weight = tl.exp(tl.load(part_stats[p] + row, mask=live, other=0.0) - first)
-        h += weight[:, None] * _load(parts, p, row, column, inside)
+        h += tl.exp(_get(part_stats[p] + row, live) - first)[:, None] * _load(parts, p, row, column, inside)
     for i in tl.static_range(K):
-        weight = tl.exp(tl.load(scalars + row * (C + 1) * K + i, mask=live, other=0.0) - first)
         v = _source(values, addend, i, LAST, row, column, inside)
-        h += weight[:, None] * v
+        h += _get(weights + row * C * K + i, live)[:, None] * v
         if i == LAST:
             tl.store(total + row[:, None] * D + column[None, :], v, mask=inside)
     scale = tl.rsqrt(tl.sum(h * h, 1) / D + EPSILON)
@@ -72,8 +88,7 @@ def read_forward(
         h = h * scale[:, None]
     tl.store(out + row[:, None] * D + column[None, :], h, mask=inside)
     if MIXTURES:
-        tl.debug_barrier()
-        _mixtures(values, addend, mixtures, stats, scalars, row, live, D, K, C, LAST, ROWS, BLOCK_D, CHUNK)
+        _mixtures(values, addend, mixtures, weights, row, live, D, K, C, LAST, ROWS, BLOCK_D, CHUNK)
 
 
 @triton.jit
@@ -83,50 +98,53 @@ def _logits(
 ):  # fmt: skip
     """s_ic of every owned source and query, and 1/rms of every key."""
     column = tl.arange(0, BLOCK_R)
-    inside = live[:, None] & (column < RANK)[None, :]
+    inside = _inside(live, column, RANK, RANK == BLOCK_R)
     for i in tl.static_range(K):
         k = _load(keys, i, row, column, inside) if SEPARATE else _source(values, addend, i, LAST, row, D - RANK + column, inside)
         scale = tl.rsqrt(tl.sum(k * k, 1) / RANK + EPSILON)
         tl.store(scalars + (row * (C + 1) + C) * K + i, scale, mask=live)
         for c in tl.static_range(C):
-            q = tl.load(queries + c * RANK + column, mask=column < RANK, other=0.0)
-            tl.store(scalars + (row * (C + 1) + c) * K + i, tl.sum(k * q[None, :], 1) * scale, mask=live)
+            q = _get(queries + c * RANK + column[None, :], _inside(None, column, RANK, RANK == BLOCK_R))
+            tl.store(scalars + (row * (C + 1) + c) * K + i, tl.sum(k * q, 1) * scale, mask=live)
 
 
 @triton.jit
-def _log_sums(
-    part_stats, stats, scalars, row, live, tokens,
+def _weights(
+    part_stats, stats, scalars, weights, row, live, tokens,
     K: tl.constexpr, C: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Writes the log-sum-exp of every query, and returns the first one's, which counts its parts too."""
+    """Writes every query's log-sum-exp and weights, and returns the first one's log-sum-exp, which counts its parts too."""
     source = tl.arange(0, BLOCK_K)
-    known = live[:, None] & (source < K)[None, :]
+    known = (source < K)[None, :] if live is None else live[:, None] & (source < K)[None, :]
     first = tl.zeros([ROWS], tl.float32)
     for c in tl.static_range(C):
-        s = tl.load(scalars + (row[:, None] * (C + 1) + c) * K + source[None, :], mask=known, other=float("-inf"))
-        top = tl.where(live, tl.max(s, 1), 0.0)
-        lse = top + tl.log(tl.where(live, tl.sum(tl.exp(s - top[:, None]), 1), 1.0))
+        # A row beyond the last token has logits of zero: finite, and never stored.
+        s = tl.where((source < K)[None, :], tl.load(scalars + (row[:, None] * (C + 1) + c) * K + source[None, :], mask=known, other=0.0),
+                     float("-inf"))  # fmt: skip
+        top = tl.max(s, 1)
+        lse = top + tl.log(tl.sum(tl.exp(s - top[:, None]), 1))
         if c == 0:
             for p in tl.static_range(P):
-                other = tl.load(part_stats[p] + row, mask=live, other=0.0)
+                other = _get(part_stats[p] + row, live)
                 high = tl.maximum(lse, other)
                 lse = high + tl.log(tl.exp(lse - high) + tl.exp(other - high))
             first = lse
         else:
             tl.store(stats[c] + tokens + row, tl.zeros([ROWS], tl.float32), mask=live)
         tl.store(stats[c] + row, lse, mask=live)
+        tl.store(weights + (row[:, None] * C + c) * K + source[None, :], tl.exp(s - lse[:, None]), mask=known)
     return first
 
 
 @triton.jit
 def _mixtures(
-    values, addend, mixtures, stats, scalars, row, live, D: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
+    values, addend, mixtures, weights, row, live, D: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
     LAST: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The unfinished reads of all later queries: the sources go by once, in chunks of columns."""
     for start in range(0, BLOCK_D, CHUNK):
         column = start + tl.arange(0, CHUNK)
-        inside = live[:, None] & (column < D)[None, :]
+        inside = _inside(live, column, D, D == BLOCK_D)
         sums = ()
         for _ in tl.static_range(1, C):
             sums += (tl.zeros([ROWS, CHUNK], tl.float32),)
@@ -134,9 +152,7 @@ def _mixtures(
             v = _source(values, addend, i, LAST, row, column, inside)
             grown = ()
             for c in tl.static_range(1, C):
-                lse = tl.load(stats[c] + row, mask=live, other=0.0)
-                weight = tl.exp(tl.load(scalars + (row * (C + 1) + c) * K + i, mask=live, other=0.0) - lse)
-                grown += (sums[c - 1] + weight[:, None] * v,)
+                grown += (sums[c - 1] + _get(weights + (row * C + c) * K + i, live)[:, None] * v,)
             sums = grown
         for c in tl.static_range(1, C):
             tl.store(mixtures[c - 1] + row[:, None] * D + column[None, :], sums[c - 1], mask=inside)
@@ -159,12 +175,12 @@ def read_backward(
     is ds_ic·rsqrt(mean(k_i²) + ε), from which `query_gradient` goes on.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    live = row < tokens
+    live = None if ROWS == 1 else row < tokens
     column = tl.arange(0, BLOCK_D)
-    inside = live[:, None] & (column < D)[None, :]
+    inside = _inside(live, column, D, D == BLOCK_D)
     g = _load(upstream, 0, row, column, inside)
     h = _load(out, 0, row, column, inside)
-    scale = tl.load(stats + tokens + row, mask=live, other=0.0)
+    scale = _get(stats + tokens + row, live)
     along, inner = tl.zeros_like(scale), tl.sum(g * h, 1)
     if NORMALIZE:
         # g_0 = (g − out·mean(g·out))/rms(h), and mean(out²) = 1 − ε/rms(h)²
@@ -172,20 +188,18 @@ def read_backward(
         inner = inner * EPSILON * scale * scale
     if EMIT:
         tl.store(d_hidden + row[:, None] * D + column[None, :], (g - h * along[:, None]) * scale[:, None], mask=inside)
-    tl.store(d_stats + row, tl.load(stats + row, mask=live, other=0.0), mask=live)
+    tl.store(d_stats + row, _get(stats + row, live), mask=live)
     tl.store(d_stats + tokens + row, inner, mask=live)
     tl.debug_barrier()
     finished = (along, scale, out)
     all_stats = (d_stats,) + later_stats  # noqa: RUF005 — no unpacking in the kernel language
     for base in tl.static_range(0, K, GROUP):
-        END: tl.constexpr = base + GROUP if base + GROUP < K else K
         _score_gradients(upstream, finished, values, all_stats, scalars, beta, row, live, tokens,
-                         D, K, C, NORMALIZE, ROWS, BLOCK_D, CHUNK, base, END)  # fmt: skip
+                         D, K, C, NORMALIZE, ROWS, BLOCK_D, CHUNK, base, GROUP)  # fmt: skip
     tl.debug_barrier()
     for base in tl.static_range(0, K, GROUP):
-        END: tl.constexpr = base + GROUP if base + GROUP < K else K
         _value_gradients(upstream, finished, values, queries, all_stats, scalars, beta, value_in, d_values, row, live,
-                         D, RANK, K, C, SEPARATE, NORMALIZE, VALUE_IN, ROWS, BLOCK_D, CHUNK, base, END)  # fmt: skip
+                         D, RANK, K, C, SEPARATE, NORMALIZE, VALUE_IN, ROWS, BLOCK_D, CHUNK, base, GROUP)  # fmt: skip
     if SEPARATE or RANK < D:
         for i in tl.static_range(K):
             _key_gradient(upstream, finished, values, keys, queries, all_stats, scalars, beta, value_in, key_in,
@@ -206,23 +220,23 @@ def _gradient(upstream, finished, c: tl.constexpr, NORMALIZE: tl.constexpr, row,
 @triton.jit
 def _weight(all_stats, scalars, c: tl.constexpr, i: tl.constexpr, row, live, K: tl.constexpr, C: tl.constexpr):
     """α_ic."""
-    s = tl.load(scalars + (row * (C + 1) + c) * K + i, mask=live, other=0.0)
-    return tl.exp(s - tl.load(all_stats[c] + row, mask=live, other=0.0))
+    return tl.exp(_get(scalars + (row * (C + 1) + c) * K + i, live) - _get(all_stats[c] + row, live))
 
 
 @triton.jit
 def _score_gradients(
     upstream, finished, values, all_stats, scalars, beta, row, live, tokens,
     D: tl.constexpr, K: tl.constexpr, C: tl.constexpr, NORMALIZE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, START: tl.constexpr, END: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, START: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """beta of the sources START..END: ⟨g_c, v_i⟩ is summed thread by thread, and over threads only once."""
+    """beta of GROUP sources from START on: ⟨g_c, v_i⟩ is summed thread by thread, and over threads only once."""
+    END: tl.constexpr = START + GROUP if START + GROUP < K else K
     dots = ()
     for _ in tl.static_range((END - START) * C):
         dots += (tl.zeros([ROWS, CHUNK], tl.float32),)
     for start in range(0, BLOCK_D, CHUNK):
         column = start + tl.arange(0, CHUNK)
-        inside = live[:, None] & (column < D)[None, :]
+        inside = _inside(live, column, D, D == BLOCK_D)
         sources = ()
         for i in tl.static_range(START, END):
             sources += (_load(values, i, row, column, inside),)
@@ -233,9 +247,9 @@ def _score_gradients(
                 grown += (dots[c * (END - START) + i - START] + g * sources[i - START],)
         dots = grown
     for c in tl.static_range(C):
-        inner = tl.load(all_stats[c] + tokens + row, mask=live, other=0.0)
+        inner = _get(all_stats[c] + tokens + row, live)
         for i in tl.static_range(START, END):
-            scale = tl.load(scalars + (row * (C + 1) + C) * K + i, mask=live, other=0.0)
+            scale = _get(scalars + (row * (C + 1) + C) * K + i, live)
             ds = _weight(all_stats, scalars, c, i, row, live, K, C) * (tl.sum(dots[c * (END - START) + i - START], 1) - inner)
             tl.store(beta + (row * C + c) * K + i, ds * scale, mask=live)
 
@@ -245,9 +259,8 @@ def _shrink(scalars, beta, i: tl.constexpr, row, live, ROWS: tl.constexpr, RANK:
     """The factor of k_i in its own gradient: Σ_c beta_ic s_ic · rsqrt(mean(k_i²) + ε)/r."""
     total = tl.zeros([ROWS], tl.float32)
     for c in tl.static_range(C):
-        s = tl.load(scalars + (row * (C + 1) + c) * K + i, mask=live, other=0.0)
-        total += s * tl.load(beta + (row * C + c) * K + i, mask=live, other=0.0)
-    return total * tl.load(scalars + (row * (C + 1) + C) * K + i, mask=live, other=0.0) / RANK
+        total += _get(scalars + (row * (C + 1) + c) * K + i, live) * _get(beta + (row * C + c) * K + i, live)
+    return total * _get(scalars + (row * (C + 1) + C) * K + i, live) / RANK
 
 
 @triton.jit
@@ -255,32 +268,41 @@ def _value_gradients(
     upstream, finished, values, queries, all_stats, scalars, beta, value_in, d_values, row, live,
     D: tl.constexpr, RANK: tl.constexpr, K: tl.constexpr, C: tl.constexpr, SEPARATE: tl.constexpr, NORMALIZE: tl.constexpr,
     VALUE_IN: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
-    START: tl.constexpr, END: tl.constexpr,
+    START: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Columns of dv_i, i = START..END, that are no key's, or whose key is the whole value."""
+    """Columns of dv_i, for GROUP sources from START on, that are no key's, or whose key is the whole value."""
+    END: tl.constexpr = START + GROUP if START + GROUP < K else K
+    N: tl.constexpr = END - START
     WHOLE: tl.constexpr = not SEPARATE and RANK == D
     WIDTH: tl.constexpr = D if SEPARATE or WHOLE else D - RANK
+    factors, alphas, betas = (), (), ()
+    for i in tl.static_range(START, END):
+        factors += (_shrink(scalars, beta, i, row, live, ROWS, RANK, K, C),)
+    for c in tl.static_range(C):
+        for i in tl.static_range(START, END):
+            alphas += (_weight(all_stats, scalars, c, i, row, live, K, C)[:, None],)
+            betas += (_get(beta + (row * C + c) * K + i, live)[:, None],)
     for start in range(0, BLOCK_D, CHUNK):
         column = start + tl.arange(0, CHUNK)
-        inside = live[:, None] & (column < WIDTH)[None, :]
+        inside = _inside(live, column, WIDTH, WIDTH == BLOCK_D)
         sums = ()
         for i in tl.static_range(START, END):
             total = tl.zeros([ROWS, CHUNK], tl.float32)
             if (VALUE_IN >> i) & 1:
-                total += _load(value_in, i, row, column, inside)
+                total = _load(value_in, i, row, column, inside)
             if WHOLE:
-                factor = _shrink(scalars, beta, i, row, live, ROWS, RANK, K, C)
-                total -= factor[:, None] * _load(values, i, row, column, inside)
+                total -= factors[i - START][:, None] * _load(values, i, row, column, inside)
             sums += (total,)
         for c in tl.static_range(C):
             g = _gradient(upstream, finished, c, NORMALIZE, row, column, inside)
             grown = ()
-            for i in tl.static_range(START, END):
-                total = sums[i - START] + _weight(all_stats, scalars, c, i, row, live, K, C)[:, None] * g
-                if WHOLE:
-                    q = tl.load(queries + c * RANK + column, mask=column < RANK, other=0.0)
-                    total += tl.load(beta + (row * C + c) * K + i, mask=live, other=0.0)[:, None] * q[None, :]
-                grown += (total,)
+            for i in tl.static_range(N):
+                grown += (sums[i] + alphas[c * N + i] * g,)
+            if WHOLE:
+                q = _get(queries + c * RANK + column[None, :], _inside(None, column, RANK, RANK == BLOCK_D))
+                sums, grown = grown, ()
+                for i in tl.static_range(N):
+                    grown += (sums[i] + betas[c * N + i] * q,)
             sums = grown
         for i in tl.static_range(START, END):
             tl.store(d_values[0][i] + row[:, None] * d_values[1][i] + column[None, :], sums[i - START], mask=inside)
@@ -294,7 +316,7 @@ def _key_gradient(
 ):  # fmt: skip
     """dk_i, into a tensor of its own, or as the last RANK columns of dv_i."""
     rank = tl.arange(0, BLOCK_R)
-    inside = live[:, None] & (rank < RANK)[None, :]
+    inside = _inside(live, rank, RANK, RANK == BLOCK_R)
     column = D - RANK + rank
     k = _load(keys, i, row, rank, inside) if SEPARATE else _load(values, i, row, column, inside)
     total = -_shrink(scalars, beta, i, row, live, ROWS, RANK, K, C)[:, None] * k
@@ -303,8 +325,8 @@ def _key_gradient(
     if not SEPARATE and (VALUE_IN >> i) & 1:
         total += _load(value_in, i, row, column, inside)
     for c in tl.static_range(C):
-        q = tl.load(queries + c * RANK + rank, mask=rank < RANK, other=0.0)
-        total += tl.load(beta + (row * C + c) * K + i, mask=live, other=0.0)[:, None] * q[None, :]
+        q = _get(queries + c * RANK + rank[None, :], _inside(None, rank, RANK, RANK == BLOCK_R))
+        total += _get(beta + (row * C + c) * K + i, live)[:, None] * q
         if not SEPARATE:
             g = _gradient(upstream, finished, c, NORMALIZE, row, column, inside)
             total += _weight(all_stats, scalars, c, i, row, live, K, C)[:, None] * g
@@ -333,7 +355,7 @@ def query_gradient(
             k = _load(keys, i, row, OFFSET + rank, inside)
             grown = ()
             for c in tl.static_range(C):
-                grown += (sums[c] + tl.load(beta + (row * C + c) * K + i, mask=live, other=0.0)[:, None] * k,)
+                grown += (sums[c] + _get(beta + (row * C + c) * K + i, live)[:, None] * k,)
             sums = grown
     for c in tl.static_range(C):
         target = partial + (tl.program_id(0).to(tl.int64) * C + c) * RANK + rank
