@@ -90,7 +90,10 @@ def backward_launch(
     sizes = {"D": dim, "RANK": rank, "K": count, "C": sites}
     modes = {"SEPARATE": bool(keys), "NORMALIZE": normalize, "EMIT": emit, "VALUE_IN": _bits(value_in), "KEY_IN": _bits(key_in)}
     tiles = {"ROWS": size, "BLOCK_D": power(dim), "BLOCK_R": power(rank)}
+    whole = not keys and rank == dim  # then a second coefficient a source and site is held
+    wide = max(1, min(count, 8, 80 // ((1 + whole) * sites + 4)))
     tiles |= {"CHUNK": chunk_for(dim, together * sites), "GROUP": together}
+    tiles |= {"WIDE_CHUNK": chunk_for(dim, 2 * wide), "WIDE_GROUP": wide}
     return Launch("read_backward", (-(-tokens // size),), tensors | sizes | modes | tiles, warps_for(dim))
 
 

@@ -164,7 +164,7 @@ def read_backward(
     d_hidden, d_stats, d_values, d_keys, beta, tokens,
     D: tl.constexpr, RANK: tl.constexpr, K: tl.constexpr, C: tl.constexpr, SEPARATE: tl.constexpr,
     NORMALIZE: tl.constexpr, EMIT: tl.constexpr, VALUE_IN: tl.constexpr, KEY_IN: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, WIDE_CHUNK: tl.constexpr, WIDE_GROUP: tl.constexpr,
 ):  # fmt: skip
     """The gradient of every owned source in one pass, added to what later operators found (bits of VALUE_IN, KEY_IN).
 
@@ -183,9 +183,9 @@ def read_backward(
     scale = _get(stats + tokens + row, live)
     along, inner = tl.zeros_like(scale), tl.sum(g * h, 1)
     if NORMALIZE:
-        # g_0 = (g − out·mean(g·out))/rms(h), and mean(out²) = 1 − ε/rms(h)²
+        # g_0 = (g − out·mean(g·out))/rms(h), so ⟨g_0, h⟩ is this, and not zero: ε counts, and so does the rounding of out.
         along = inner / D
-        inner = inner * EPSILON * scale * scale
+        inner = along * tl.sum(tl.where(column < D, 1.0 - h * h, 0.0), 1)
     if EMIT:
         tl.store(d_hidden + row[:, None] * D + column[None, :], (g - h * along[:, None]) * scale[:, None], mask=inside)
     tl.store(d_stats + row, _get(stats + row, live), mask=live)
@@ -197,9 +197,9 @@ def read_backward(
         _score_gradients(upstream, finished, values, all_stats, scalars, beta, row, live, tokens,
                          D, K, C, NORMALIZE, ROWS, BLOCK_D, CHUNK, base, GROUP)  # fmt: skip
     tl.debug_barrier()
-    for base in tl.static_range(0, K, GROUP):
+    for base in tl.static_range(0, K, WIDE_GROUP):
         _value_gradients(upstream, finished, values, queries, all_stats, scalars, beta, value_in, d_values, row, live,
-                         D, RANK, K, C, SEPARATE, NORMALIZE, VALUE_IN, ROWS, BLOCK_D, CHUNK, base, GROUP)  # fmt: skip
+                         D, RANK, K, C, SEPARATE, NORMALIZE, VALUE_IN, ROWS, BLOCK_D, WIDE_CHUNK, base, WIDE_GROUP)  # fmt: skip
     if SEPARATE or RANK < D:
         for i in tl.static_range(K):
             _key_gradient(upstream, finished, values, keys, queries, all_stats, scalars, beta, value_in, key_in,
