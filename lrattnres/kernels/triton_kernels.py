@@ -37,7 +37,7 @@ def _load(tensors, i: tl.constexpr, row, column, mask):
 @triton.jit
 def _inside(live, column, WIDTH: tl.constexpr, EVEN: tl.constexpr):
     """Which elements of a tile exist; `live` is None where all rows do, EVEN says that all columns do."""
-    if live is None:
+    if live is None:  # noqa: SIM108 — the branches have different types, which only a statement may
         mask = None if EVEN else (column < WIDTH)[None, :]
     else:
         mask = live[:, None] & (column < WIDTH)[None, :]
@@ -119,8 +119,8 @@ def _weights(
     first = tl.zeros([ROWS], tl.float32)
     for c in tl.static_range(C):
         # A row beyond the last token has logits of zero: finite, and never stored.
-        s = tl.where((source < K)[None, :], tl.load(scalars + (row[:, None] * (C + 1) + c) * K + source[None, :], mask=known, other=0.0),
-                     float("-inf"))  # fmt: skip
+        s = tl.load(scalars + (row[:, None] * (C + 1) + c) * K + source[None, :], mask=known, other=0.0)
+        s = tl.where((source < K)[None, :], s, float("-inf"))
         top = tl.max(s, 1)
         lse = top + tl.log(tl.sum(tl.exp(s - top[:, None]), 1))
         if c == 0:
@@ -164,7 +164,8 @@ def read_backward(
     d_hidden, d_stats, d_values, d_keys, beta, tokens,
     D: tl.constexpr, RANK: tl.constexpr, K: tl.constexpr, C: tl.constexpr, SEPARATE: tl.constexpr,
     NORMALIZE: tl.constexpr, EMIT: tl.constexpr, VALUE_IN: tl.constexpr, KEY_IN: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, WIDE_CHUNK: tl.constexpr, WIDE_GROUP: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
+    WIDE_CHUNK: tl.constexpr, WIDE_GROUP: tl.constexpr,
 ):  # fmt: skip
     """The gradient of every owned source in one pass, added to what later operators found (bits of VALUE_IN, KEY_IN).
 

@@ -12,7 +12,9 @@ from lrattnres.kernels.backends import KERNELS
 
 
 @pytest.mark.parametrize("name", ["attn_res", "s_lr", "p_lr", "delta"])
-@pytest.mark.parametrize(("blocks", "starts"), [(None, (0, 1, 4)), (None, (0,)), (3, (0, 3)), (3, (0, 3, 5, 6)), (1, (0,)), (2, (0, 4, 8))])
+@pytest.mark.parametrize(
+    ("blocks", "starts"), [(None, (0, 1, 4)), (None, (0,)), (3, (0, 3)), (3, (0, 3, 5, 6)), (1, (0,)), (2, (0, 4, 8))]
+)
 def test_grouped_reads_are_the_plain_reads(name: str, blocks: int | None, starts: tuple[int, ...]) -> None:
     """In plain torch, so that the grouping alone is tested."""
     arguments = DepthPlan(8, blocks), VARIANTS[name], 8, 3

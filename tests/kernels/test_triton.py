@@ -46,7 +46,15 @@ def run(kernels: str, leaves: list[Tensor], sources: int, probe: Tensor, normali
 
 WIDE = [pytest.param(3, 5, dim, rank, marks=pytest.mark.slow) for dim, rank in ((1024, 1000), (4096, 4096), (7186, 32))]
 MANY = [pytest.param(n, 64, 96, 8, marks=pytest.mark.slow) for n in (33, 49, 73)]
-SHAPES = [(1, 3, 96, 96), (2, 130, 96, 60), (9, 64, 96, 8), (2, 40, 1000, 40), (2, 5, 4096, 33), (2, 2, 7186, 7186), (17, 40, 96, 96)]
+SHAPES = [
+    (1, 3, 96, 96),
+    (2, 130, 96, 60),
+    (9, 64, 96, 8),
+    (2, 40, 1000, 40),
+    (2, 5, 4096, 33),
+    (2, 2, 7186, 7186),
+    (17, 40, 96, 96),
+]
 
 
 @pytest.mark.parametrize("normalize", [True, False])
@@ -73,7 +81,9 @@ CASES = [("attn_res", None), ("s_lr", None), ("p_lr", None), ("delta", None), ("
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("blocks", "starts"), [(None, (0, 1, 4)), (3, (0, 3)), (4, (0, 4)), (2, None), (1, (0,)), (3, tuple(range(9)))])
+@pytest.mark.parametrize(
+    ("blocks", "starts"), [(None, (0, 1, 4)), (3, (0, 3)), (4, (0, 4)), (2, None), (1, (0,)), (3, tuple(range(9)))]
+)
 @pytest.mark.parametrize(("name", "routing"), CASES)
 def test_reads_in_groups(name: str, routing: Routing | None, blocks: int | None, starts, dtype: torch.dtype) -> None:
     """Any grouping of any granularity, with inputs that are slices of wider tensors, against the plain reads."""
@@ -144,7 +154,20 @@ def test_the_operators_keep_the_rules_of_torch() -> None:
     torch.library.opcheck(torch.ops.lrattnres.read.default, forward)
     wide, stats, scalars = torch.ops.lrattnres.read(*forward)
     later = [torch.randn_like(wide[0])], [torch.stack([stats[1][0], torch.randn(4, device=DEVICE)])]
-    backward = ([wide[0], *later[0]], wide[0], values, [], queries, later[1], stats[0], scalars, [None, *values[:2]], [], True, True)
+    backward = (
+        [wide[0], *later[0]],
+        wide[0],
+        values,
+        [],
+        queries,
+        later[1],
+        stats[0],
+        scalars,
+        [None, *values[:2]],
+        [],
+        True,
+        True,
+    )
     torch.library.opcheck(torch.ops.lrattnres.read_backward.default, backward)
 
 
@@ -193,7 +216,9 @@ def test_nothing_of_full_width_is_kept_but_sources_and_the_read() -> None:
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         reading = ops.read(queries.to(DEVICE), values, normalize=True, passes=False)
-        more = ops.read(queries[1:2].to(DEVICE), [torch.randn_like(values[0])], parts=reading.parts[:1], normalize=True, passes=False)
+        more = ops.read(
+            queries[1:2].to(DEVICE), [torch.randn_like(values[0])], parts=reading.parts[:1], normalize=True, passes=False
+        )
     wide = {x.data_ptr() for x in kept if x.shape[-1] == 96 and x.dim() == 2}
     known = {x.data_ptr() for x in (*values, reading.out, more.out)}
     assert len(wide - known) == 1  # the newest source of the second read
