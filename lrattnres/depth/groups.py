@@ -12,6 +12,7 @@ from functools import cache
 from typing import NamedTuple
 
 from lrattnres.depth.plan import DepthPlan
+from lrattnres.kernels.launches import MOST_SOURCES
 
 
 class Step(NamedTuple):
@@ -53,9 +54,11 @@ def forward_traffic(step: Step, dim: int, rank: int, separate: bool) -> Traffic:
 
 def backward_traffic(step: Step, dim: int, rank: int, separate: bool) -> Traffic:
     """Reads: the read and its gradient, dh of later sites, sources, what is known of their gradients; keys once more for
-    the queries. Writes: the gradients of the sources, and dh for the owners of the parts.
+    the queries. Writes: the gradients of the sources, and dh for the owners of the parts. What belongs to the sites is
+    read once a launch.
     """
-    wide = 2 + step.later + (2 + step.passes) * step.owned + (step.parts > 0)
+    launches = -(-step.owned // MOST_SOURCES)
+    wide = launches * (2 + step.later) + (2 + step.passes) * step.owned + (step.parts > 0)
     narrow = step.owned * (1 + (2 + step.passes) * separate)
     scalars = (step.later + 2) * step.owned + 2 * (step.later + 2) + 2 * (step.later + 1) * step.owned
     return Traffic(wide * dim + narrow * rank, scalars)
@@ -91,7 +94,7 @@ def single(plan: DepthPlan) -> tuple[int, ...]:
     return tuple(plan.sites)
 
 
-LARGEST = 26  # sites of a group: their sums must fit into the registers of a GPU thread
+LARGEST = 17  # sites of a group: their sums must fit into the registers of a GPU thread
 
 
 @cache

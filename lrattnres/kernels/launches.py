@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
@@ -64,10 +64,14 @@ def backward_launch(
     emit: bool,
     results: tuple[Sequence[Tensor], Sequence[Tensor], Tensor, Sequence[Tensor], Tensor],
     beta: Tensor,
+    total: int,
 ) -> Launch:
-    """`read_backward`, writing into results (d values, d keys, not d queries, [dh if `emit`], d stats) and beta."""
+    """`read_backward`, writing into results (d values, d keys, not d queries, [dh if `emit`], d stats) and beta.
+
+    The sources may be some of `total`; scalars and beta then begin at the first of them, without being cut to size.
+    """
     d_values, d_keys, _, hidden, d_stats = results
-    dim, (tokens, _, count), (sites, rank) = values[0].shape[-1], scalars.shape, queries.shape
+    dim, tokens, count, (sites, rank) = values[0].shape[-1], scalars.shape[0], len(values), queries.shape
     size, together = rows_for(tokens), sources_for(count, sites)
     tensors = {
         "upstream": group(upstream),
@@ -87,11 +91,11 @@ def backward_launch(
         "beta": beta,
         "tokens": tokens,
     }
-    sizes = {"D": dim, "RANK": rank, "K": count, "C": sites}
+    sizes = {"D": dim, "RANK": rank, "K": count, "TOTAL": total, "C": sites}
     modes = {"SEPARATE": bool(keys), "NORMALIZE": normalize, "EMIT": emit, "VALUE_IN": _bits(value_in), "KEY_IN": _bits(key_in)}
     tiles = {"ROWS": size, "BLOCK_D": power(dim), "BLOCK_R": power(rank)}
     whole = not keys and rank == dim  # then a second coefficient a source and site is held
-    wide = max(1, min(count, 8, 80 // ((1 + whole) * sites + 4)))
+    wide = max(1, min(count, 8, 64 // ((1 + whole) * sites + 4)))
     tiles |= {"CHUNK": chunk_for(dim, together * sites), "GROUP": together}
     tiles |= {"WIDE_CHUNK": chunk_for(dim, 2 * wide), "WIDE_GROUP": wide}
     return Launch("read_backward", (-(-tokens // size),), tensors | sizes | modes | tiles, warps_for(dim))
@@ -104,6 +108,48 @@ def query_launch(keys: Sequence[Tensor], beta: Tensor, partial: Tensor, offset: 
     tensors = {"keys": group(keys), "beta": beta, "partial": partial, "tokens": tokens}
     sizes = {"OFFSET": offset, "RANK": rank, "K": count, "C": sites, "SPAN": span, "ROWS": 16, "COLUMNS": columns}
     return Launch("query_gradient", (partial.shape[0], -(-rank // columns)), tensors | sizes, 4 if columns >= 32 else 1)
+
+
+MOST_SOURCES = 16  # in one launch of the backward kernel: its code, and the time to compile it, grow with their number
+
+
+def backward_launches(
+    upstream: Sequence[Tensor],
+    out: Tensor,
+    values: Sequence[Tensor],
+    keys: Sequence[Tensor],
+    queries: Tensor,
+    later_stats: Sequence[Tensor],
+    stats: Tensor,
+    scalars: Tensor,
+    value_in: Given,
+    key_in: Given,
+    normalize: bool,
+    emit: bool,
+    results: tuple[Sequence[Tensor], Sequence[Tensor], Tensor, Sequence[Tensor], Tensor],
+    beta: Tensor,
+) -> Iterator[Launch]:
+    """`read_backward` for any number of sources, in slices; only the first writes dh, all write the same statistics."""
+    d_values, d_keys, d_queries, hidden, d_stats = results
+    for start in range(0, len(values), MOST_SOURCES):
+        cut = slice(start, start + MOST_SOURCES)
+        yield backward_launch(
+            upstream,
+            out,
+            values[cut],
+            keys[cut],
+            queries,
+            later_stats,
+            stats,
+            scalars[..., start:],
+            value_in[cut],
+            key_in[cut],
+            normalize,
+            emit and start == 0,
+            (d_values[cut], d_keys[cut], d_queries, hidden, d_stats),
+            beta[..., start:],
+            len(values),
+        )
 
 
 def sources_for(count: int, sites: int) -> int:

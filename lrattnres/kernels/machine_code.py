@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lrattnres.kernels.launch import Launch, compile_ahead
-from lrattnres.kernels.launches import backward_launch, forward_launch, query_launch
+from lrattnres.kernels.launches import backward_launches, forward_launch, query_launch
 from lrattnres.kernels.ops import SPAN
 
 
@@ -32,7 +32,7 @@ class MachineCode(NamedTuple):
 def launches(
     owned: int, parts: int, later: int, addend: bool, passes: bool, dim: int, rank: int, separate: bool = False
 ) -> Iterator[Launch]:
-    """The three launches of one operator (see `depth.groups.Step`) on bfloat16 sources without memory."""
+    """All launches of one operator (see `depth.groups.Step`) on bfloat16 sources without memory."""
     tokens = 4 * SPAN
 
     def some(count: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
@@ -49,7 +49,7 @@ def launches(
     beta, given = some(1, tokens, sites, owned, dtype=torch.float32)[0], values if passes else [None] * owned
     results = (values, keys, queries, mixed[:1], stats[0])
     arguments = (some(sites, tokens, dim), values[0], values, keys, queries, stats[1:sites], stats[0], scalars, given)
-    yield backward_launch(*arguments, keys if passes else [None] * len(keys), True, parts > 0, results, beta)
+    yield from backward_launches(*arguments, keys if passes else [None] * len(keys), True, parts > 0, results, beta)
     partial = some(1, tokens // SPAN, sites, rank, dtype=torch.float32)[0]
     yield query_launch(keys or values, beta, partial, 0 if separate else dim - rank, SPAN)
 

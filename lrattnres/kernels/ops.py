@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lrattnres.kernels.launch import fire
-from lrattnres.kernels.launches import backward_launch, forward_launch, query_launch
+from lrattnres.kernels.launches import backward_launches, forward_launch, query_launch
 from lrattnres.kernels.reference import Part, Reading
 
 SPAN = 128  # tokens whose share of a query's gradient one program sums
@@ -72,7 +72,8 @@ def read_backward_op(
     tokens, rank = scalars.shape[0], queries.shape[1]
     beta = scalars.new_empty(tokens, len(upstream), len(values))
     given = (upstream, out, values, keys, queries, later_stats, stats, scalars, value_in, key_in)
-    fire(backward_launch(*given, normalize, emit, results, beta))
+    for launch in backward_launches(*given, normalize, emit, results, beta):
+        fire(launch)
     partial = scalars.new_empty(-(-tokens // SPAN), len(upstream), rank)
     fire(query_launch(keys or values, beta, partial, 0 if keys else values[0].shape[-1] - rank, SPAN))
     return *results[:2], partial.sum(0).to(queries.dtype), *results[3:]

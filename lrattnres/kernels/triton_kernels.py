@@ -162,7 +162,7 @@ def _mixtures(
 def read_backward(
     upstream, out, values, keys, queries, later_stats, stats, scalars, value_in, key_in,
     d_hidden, d_stats, d_values, d_keys, beta, tokens,
-    D: tl.constexpr, RANK: tl.constexpr, K: tl.constexpr, C: tl.constexpr, SEPARATE: tl.constexpr,
+    D: tl.constexpr, RANK: tl.constexpr, K: tl.constexpr, TOTAL: tl.constexpr, C: tl.constexpr, SEPARATE: tl.constexpr,
     NORMALIZE: tl.constexpr, EMIT: tl.constexpr, VALUE_IN: tl.constexpr, KEY_IN: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
     WIDE_CHUNK: tl.constexpr, WIDE_GROUP: tl.constexpr,
@@ -172,8 +172,9 @@ def read_backward(
     With α_ic = e^(s_ic − L_c) and g_c the gradient of the finished h of query c:
         dv_i = Σ_c α_ic g_c      ds_ic = α_ic (⟨g_c, v_i⟩ − ⟨g_c, h_c⟩)      dk_i from ds_ic through the key's norm.
     upstream: the gradient of `out`, then g_c of later queries; later_stats: C−1 × [2, tokens], L_c and ⟨g_c, h_c⟩.
-    The same of the first query goes to d_hidden (if EMIT) and d_stats, for the owners of its parts. beta [tokens, C, K]
-    is ds_ic·rsqrt(mean(k_i²) + ε), from which `query_gradient` goes on.
+    The same of the first query goes to d_hidden (if EMIT) and d_stats, for the owners of its parts. beta [tokens, C, TOTAL]
+    is ds_ic·rsqrt(mean(k_i²) + ε), from which `query_gradient` goes on. These K may be some of TOTAL sources: scalars and
+    beta have rows of that length.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = None if ROWS == 1 else row < tokens
@@ -196,15 +197,16 @@ def read_backward(
     all_stats = (d_stats,) + later_stats  # noqa: RUF005 — no unpacking in the kernel language
     for base in tl.static_range(0, K, GROUP):
         _score_gradients(upstream, finished, values, all_stats, scalars, beta, row, live, tokens,
-                         D, K, C, NORMALIZE, ROWS, BLOCK_D, CHUNK, base, GROUP)  # fmt: skip
+                         D, K, TOTAL, C, NORMALIZE, ROWS, BLOCK_D, CHUNK, base, GROUP)  # fmt: skip
     tl.debug_barrier()
     for base in tl.static_range(0, K, WIDE_GROUP):
         _value_gradients(upstream, finished, values, queries, all_stats, scalars, beta, value_in, d_values, row, live,
-                         D, RANK, K, C, SEPARATE, NORMALIZE, VALUE_IN, ROWS, BLOCK_D, WIDE_CHUNK, base, WIDE_GROUP)  # fmt: skip
+                         D, RANK, K, TOTAL, C, SEPARATE, NORMALIZE, VALUE_IN, ROWS, BLOCK_D, WIDE_CHUNK, base,
+                         WIDE_GROUP)  # fmt: skip
     if SEPARATE or RANK < D:
         for i in tl.static_range(K):
             _key_gradient(upstream, finished, values, keys, queries, all_stats, scalars, beta, value_in, key_in,
-                          d_values, d_keys, row, live, i, D, RANK, K, C, SEPARATE, NORMALIZE, VALUE_IN, KEY_IN,
+                          d_values, d_keys, row, live, i, D, RANK, TOTAL, C, SEPARATE, NORMALIZE, VALUE_IN, KEY_IN,
                           ROWS, BLOCK_R)  # fmt: skip
 
 
@@ -219,15 +221,15 @@ def _gradient(upstream, finished, c: tl.constexpr, NORMALIZE: tl.constexpr, row,
 
 
 @triton.jit
-def _weight(all_stats, scalars, c: tl.constexpr, i: tl.constexpr, row, live, K: tl.constexpr, C: tl.constexpr):
+def _weight(all_stats, scalars, c: tl.constexpr, i: tl.constexpr, row, live, TOTAL: tl.constexpr, C: tl.constexpr):
     """α_ic."""
-    return tl.exp(_get(scalars + (row * (C + 1) + c) * K + i, live) - _get(all_stats[c] + row, live))
+    return tl.exp(_get(scalars + (row * (C + 1) + c) * TOTAL + i, live) - _get(all_stats[c] + row, live))
 
 
 @triton.jit
 def _score_gradients(
     upstream, finished, values, all_stats, scalars, beta, row, live, tokens,
-    D: tl.constexpr, K: tl.constexpr, C: tl.constexpr, NORMALIZE: tl.constexpr,
+    D: tl.constexpr, K: tl.constexpr, TOTAL: tl.constexpr, C: tl.constexpr, NORMALIZE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, START: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """beta of GROUP sources from START on: ⟨g_c, v_i⟩ is summed thread by thread, and over threads only once."""
@@ -250,24 +252,28 @@ def _score_gradients(
     for c in tl.static_range(C):
         inner = _get(all_stats[c] + tokens + row, live)
         for i in tl.static_range(START, END):
-            scale = _get(scalars + (row * (C + 1) + C) * K + i, live)
-            ds = _weight(all_stats, scalars, c, i, row, live, K, C) * (tl.sum(dots[c * (END - START) + i - START], 1) - inner)
-            tl.store(beta + (row * C + c) * K + i, ds * scale, mask=live)
+            scale = _get(scalars + (row * (C + 1) + C) * TOTAL + i, live)
+            ds = _weight(all_stats, scalars, c, i, row, live, TOTAL, C) * (tl.sum(dots[c * (END - START) + i - START], 1) - inner)
+            tl.store(beta + (row * C + c) * TOTAL + i, ds * scale, mask=live)
 
 
 @triton.jit
-def _shrink(scalars, beta, i: tl.constexpr, row, live, ROWS: tl.constexpr, RANK: tl.constexpr, K: tl.constexpr, C: tl.constexpr):
+def _shrink(
+    scalars, beta, i: tl.constexpr, row, live,
+    ROWS: tl.constexpr, RANK: tl.constexpr, TOTAL: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
     """The factor of k_i in its own gradient: Σ_c beta_ic s_ic · rsqrt(mean(k_i²) + ε)/r."""
     total = tl.zeros([ROWS], tl.float32)
     for c in tl.static_range(C):
-        total += _get(scalars + (row * (C + 1) + c) * K + i, live) * _get(beta + (row * C + c) * K + i, live)
-    return total * _get(scalars + (row * (C + 1) + C) * K + i, live) / RANK
+        total += _get(scalars + (row * (C + 1) + c) * TOTAL + i, live) * _get(beta + (row * C + c) * TOTAL + i, live)
+    return total * _get(scalars + (row * (C + 1) + C) * TOTAL + i, live) / RANK
 
 
 @triton.jit
 def _value_gradients(
     upstream, finished, values, queries, all_stats, scalars, beta, value_in, d_values, row, live,
-    D: tl.constexpr, RANK: tl.constexpr, K: tl.constexpr, C: tl.constexpr, SEPARATE: tl.constexpr, NORMALIZE: tl.constexpr,
+    D: tl.constexpr, RANK: tl.constexpr, K: tl.constexpr, TOTAL: tl.constexpr, C: tl.constexpr,
+    SEPARATE: tl.constexpr, NORMALIZE: tl.constexpr,
     VALUE_IN: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
     START: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -278,11 +284,11 @@ def _value_gradients(
     WIDTH: tl.constexpr = D if SEPARATE or WHOLE else D - RANK
     factors, alphas, betas = (), (), ()
     for i in tl.static_range(START, END):
-        factors += (_shrink(scalars, beta, i, row, live, ROWS, RANK, K, C),)
+        factors += (_shrink(scalars, beta, i, row, live, ROWS, RANK, TOTAL, C),)
     for c in tl.static_range(C):
         for i in tl.static_range(START, END):
-            alphas += (_weight(all_stats, scalars, c, i, row, live, K, C)[:, None],)
-            betas += (_get(beta + (row * C + c) * K + i, live)[:, None],)
+            alphas += (_weight(all_stats, scalars, c, i, row, live, TOTAL, C)[:, None],)
+            betas += (_get(beta + (row * C + c) * TOTAL + i, live)[:, None],)
     for start in range(0, BLOCK_D, CHUNK):
         column = start + tl.arange(0, CHUNK)
         inside = _inside(live, column, WIDTH, WIDTH == BLOCK_D)
@@ -312,7 +318,7 @@ def _value_gradients(
 @triton.jit
 def _key_gradient(
     upstream, finished, values, keys, queries, all_stats, scalars, beta, value_in, key_in, d_values, d_keys, row, live,
-    i: tl.constexpr, D: tl.constexpr, RANK: tl.constexpr, K: tl.constexpr, C: tl.constexpr, SEPARATE: tl.constexpr,
+    i: tl.constexpr, D: tl.constexpr, RANK: tl.constexpr, TOTAL: tl.constexpr, C: tl.constexpr, SEPARATE: tl.constexpr,
     NORMALIZE: tl.constexpr, VALUE_IN: tl.constexpr, KEY_IN: tl.constexpr, ROWS: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """dk_i, into a tensor of its own, or as the last RANK columns of dv_i."""
@@ -320,17 +326,17 @@ def _key_gradient(
     inside = _inside(live, rank, RANK, RANK == BLOCK_R)
     column = D - RANK + rank
     k = _load(keys, i, row, rank, inside) if SEPARATE else _load(values, i, row, column, inside)
-    total = -_shrink(scalars, beta, i, row, live, ROWS, RANK, K, C)[:, None] * k
+    total = -_shrink(scalars, beta, i, row, live, ROWS, RANK, TOTAL, C)[:, None] * k
     if SEPARATE and (KEY_IN >> i) & 1:
         total += _load(key_in, i, row, rank, inside)
     if not SEPARATE and (VALUE_IN >> i) & 1:
         total += _load(value_in, i, row, column, inside)
     for c in tl.static_range(C):
         q = _get(queries + c * RANK + rank[None, :], _inside(None, rank, RANK, RANK == BLOCK_R))
-        total += _get(beta + (row * C + c) * K + i, live)[:, None] * q
+        total += _get(beta + (row * C + c) * TOTAL + i, live)[:, None] * q
         if not SEPARATE:
             g = _gradient(upstream, finished, c, NORMALIZE, row, column, inside)
-            total += _weight(all_stats, scalars, c, i, row, live, K, C)[:, None] * g
+            total += _weight(all_stats, scalars, c, i, row, live, TOTAL, C)[:, None] * g
     if SEPARATE:
         tl.store(d_keys[0][i] + row[:, None] * d_keys[1][i] + rank[None, :], total, mask=inside)
     else:

@@ -54,15 +54,15 @@ def units(plan: DepthPlan, starts: tuple[int, ...], key_reads: int = 1, rank: in
 
 
 # Rows of a prototype that read a block's sites together: (N, units of traffic). It made the queries' gradients in the
-# same pass over the keys; we look at the keys (d/32 here) once more.
+# same pass over the keys; we look at the keys (d/32 here) once more. More than 16 sources take more than one launch
+# here, so that compiling takes bearable time: 6% of full granularity's traffic.
 @pytest.mark.parametrize(("blocks", "row"), [(4, 230), (8, 296), (16, 611), (None, 759)])
 def test_traffic_reaches_the_two_phase_prototype(blocks: int | None, row: int) -> None:
     plan = DepthPlan(48, blocks)
     starts = (0, *plan.ends[:-1]) if blocks else tuple(i * i for i in range(7))
-    assert units(plan, starts, key_reads=0) == row  # its own groups: its own figure
-    best = cheapest(plan, 1 / 32, math.inf)
-    assert units(plan, best, key_reads=0) <= row
-    assert units(plan, best) <= 1.01 * row
+    again = sum((-(-step.owned // 16) - 1) * (2 + step.later) for step in steps(plan, starts))
+    assert units(plan, starts, key_reads=0) == row + again  # its own groups: its own figure
+    assert units(plan, cheapest(plan, 1 / 32, math.inf)) <= (1.01 if blocks else 1.07) * row
 
 
 def test_plain_reads_cost_what_they_cost() -> None:
