@@ -44,17 +44,11 @@ def run(kernels: str, leaves: list[Tensor], sources: int, probe: Tensor, normali
     return [out, *torch.autograd.grad((out * probe.to(out.dtype)).sum(), leaves)]
 
 
-WIDE = [pytest.param(3, 5, dim, rank, marks=pytest.mark.slow) for dim, rank in ((1024, 1000), (4096, 4096), (7186, 32))]
-MANY = [pytest.param(n, 64, 96, 8, marks=pytest.mark.slow) for n in (33, 49, 73)]
-SHAPES = [
-    (1, 3, 96, 96),
-    (2, 130, 96, 60),
-    (9, 64, 96, 8),
-    (2, 40, 1000, 40),
-    (2, 5, 4096, 33),
-    (2, 2, 7186, 7186),
-    (17, 40, 96, 96),
+WIDE = [
+    pytest.param(3, 5, dim, rank, marks=pytest.mark.slow) for dim, rank in ((1024, 1000), (4096, 4096), (7186, 32), (7186, 7186))
 ]
+MANY = [pytest.param(n, 64, 96, 8, marks=pytest.mark.slow) for n in (17, 33, 49, 73)]
+SHAPES = [(1, 3, 96, 96), (2, 130, 96, 60), (9, 64, 96, 8), (2, 40, 1000, 40), (2, 5, 4096, 33)]
 
 
 @pytest.mark.parametrize("normalize", [True, False])
