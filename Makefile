@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 TEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu check docs clean
+.PHONY: help setup demo test test-slow test-gpu gpu-check check docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,6 +23,9 @@ test-slow: $(READY) ## the tests that take longer: every variant compiled, every
 
 test-gpu: $(READY) ## the tests that need a CUDA device
 	$(TEST) -m gpu
+
+gpu-check: ## kernels on this GPU: correct, and how fast; needs torch and Triton only, takes some four minutes
+	$(PYTHON) scripts/gpu_check.py --json gpu-check.json
 
 check: $(READY) ## linter, formatter and type checker
 	$(BIN)/ruff check .

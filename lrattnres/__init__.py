@@ -1,0 +1,1 @@
+from lrattnres.kernels.backends import depth_attention as depth_attention

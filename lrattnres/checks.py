@@ -29,6 +29,7 @@ from lrattnres.config import (
 )
 from lrattnres.data.tokenizers import VOCABULARY
 from lrattnres.depth.router import VARIANTS
+from lrattnres.kernels.backends import choose_kernels
 from lrattnres.model.attention import choose_attention
 from lrattnres.ranks import placement
 
@@ -242,6 +243,11 @@ def _machine(config: TrainConfig) -> Iterator[str]:
     device = resolve_device(config.device)
     try:
         choose_attention(config.attention.name, device, DTYPES[config.precision], training=True)
+    except ValueError as fault:
+        yield str(fault)
+    try:
+        compiled = config.compile is not Compile.off
+        choose_kernels(config.kernels.name, device, DTYPES[config.precision], compiled=compiled)
     except ValueError as fault:
         yield str(fault)
     compiler = os.environ.get("CXX", "g++")

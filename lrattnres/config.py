@@ -77,6 +77,13 @@ class AttentionBackend(Enum):
     sdpa = "sdpa"
 
 
+class Kernels(Enum):
+    auto = "auto"
+    triton = "triton"
+    compiled = "compiled"
+    reference = "reference"
+
+
 class Compile(Enum):
     off = "off"
     model = "model"
@@ -247,6 +254,11 @@ class TrainConfig:
     attention: AttentionBackend = option(
         "attention kernel; auto: the fastest that runs here", AttentionBackend.auto, may_change=True
     )
+    kernels: Kernels = option(
+        "depth attention; auto: triton on a GPU; on a CPU compiled where compile is not off, else reference",
+        Kernels.auto,
+        may_change=True,
+    )
     compile: Compile = option("torch.compile: off, the whole model, or each sub-layer", Compile.off, may_change=True)
     ac: AC = option(
         "activation checkpointing: none, selective (sub-layers are recomputed, what depth reads saved stays), full (reads too)",
@@ -277,6 +289,7 @@ class EvalConfig:
     device: Device = option("where to evaluate", Device.auto)
     precision: Precision | None = option("arithmetic; null: as the run has it", None)
     attention: AttentionBackend = option("attention kernel", AttentionBackend.auto)
+    kernels: Kernels = option("depth attention; auto: triton on a GPU, else reference", Kernels.auto)
     threads: int | None = option("CPU threads; null: torch's choice", None)
     cache: str | None = option("folder for prepared corpora; null: as the run has it", None)
 

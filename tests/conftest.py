@@ -8,6 +8,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is imported
+
 from lrattnres.config import ModelConfig
 
 VECTORS = Path(__file__).parent / "vectors"

@@ -41,7 +41,7 @@ def room(path) -> str:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_go_down_only(path) -> None:
     if path.name == "__init__.py" and path.parent == PACKAGE:
-        assert imports(path) == set()
+        assert imports(path) == {"lrattnres.kernels.backends"}  # the operator for other people's models
         return
     here = room(path)
     for name in imports(path):

@@ -15,6 +15,7 @@ from lrattnres.config import ConfigError, Device, EvalConfig, TrainConfig
 from lrattnres.data.dataset import Dataset, open_dataset
 from lrattnres.evaluation.diagnostics import diagnose
 from lrattnres.evaluation.heldout import HeldOut, evaluate
+from lrattnres.kernels.backends import choose_kernels
 from lrattnres.model.attention import choose_attention
 from lrattnres.model.transformer import Transformer, build_model
 from lrattnres.ranks import start_ranks
@@ -63,13 +64,15 @@ def evaluate_run(config: EvalConfig) -> Evaluation:
     _check_identity(folder, dataset)
     model = _load(settings, checkpoint)
 
-    say(f"{checkpoint.path}: {model.head.weight.device}, {settings.precision.name}, attention {model.attention.name}")
+    chosen = f"attention {model.attention.name}, depth kernels {model.router.kernels.name}"
+    say(f"{checkpoint.path}: {model.head.weight.device}, {settings.precision.name}, {chosen}")
     budget = settings.evaluation
     windows = dataset.held_out_windows(budget.tokens, budget.batch)
     held_out = evaluate(model, windows, dataset.tokenizer, documents=settings.documents, ranks=ranks)
     say(_sentence(held_out))
     record = {"step": checkpoint.step, **held_out.record(), "precision": settings.precision.name}
-    record |= {"attention": model.attention.name, "device": str(model.head.weight.device)}
+    record |= {"attention": model.attention.name, "depth_kernels": model.router.kernels.name}
+    record |= {"device": str(model.head.weight.device)}
     diagnostics = None
     if config.diagnostics:
         windows = dataset.held_out_windows(budget.diagnostics_tokens, budget.batch)
@@ -117,6 +120,7 @@ def _settings(config: EvalConfig, run: TrainConfig) -> TrainConfig:
         device=config.device,
         precision=config.precision or run.precision,
         attention=config.attention,
+        kernels=config.kernels,
     )
 
 
@@ -134,9 +138,10 @@ def _load(settings: TrainConfig, checkpoint: Checkpoint) -> Transformer:
     device, dtype = resolve_device(settings.device), DTYPES[settings.precision]
     try:
         attention = choose_attention(settings.attention.name, device, dtype, training=False)
+        kernels = choose_kernels(settings.kernels.name, device, dtype, compiled=False)
     except ValueError as fault:
         raise ConfigError([str(fault)]) from fault
-    model = build_model(settings.model, seed=None, device=device, attention=attention, dtype=dtype)
+    model = build_model(settings.model, seed=None, device=device, attention=attention, dtype=dtype, kernels=kernels)
     checkpoint.load({"model": dict(model.state_dict())})
     return model.requires_grad_(False)
 

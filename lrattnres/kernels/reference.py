@@ -7,6 +7,7 @@ All arithmetic is float32 (float64 for float64 inputs).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,18 +30,74 @@ def depth_weights(query: Tensor, keys: Sequence[Tensor]) -> Tensor:
 
     query: [r]; keys: one [..., r] a source. Returns [..., number of sources] in float32.
     """
+    return torch.softmax(depth_logits(query, keys), dim=-1)
+
+
+def depth_logits(query: Tensor, keys: Sequence[Tensor]) -> Tensor:
+    """query · RMSNorm(key) of every source: float32 [..., number of sources]."""
     logits = []
     for key in map(_wide, keys):
         # The dot product comes first, so that only a scalar a token is scaled, and no normalised key is kept.
         mean_square = torch.linalg.vecdot(key, key) / key.shape[-1]
         logits.append(key @ query.to(key.dtype) * torch.rsqrt(mean_square + EPSILON))
-    return torch.softmax(torch.stack(logits, dim=-1), dim=-1)
+    return torch.stack(logits, dim=-1)
 
 
 def depth_attention(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
     """Σ α_i v_i over the sources; values: one [..., d] a source. Returns [..., d] in float32."""
-    weights = depth_weights(query, keys).unsqueeze(-1).unbind(-2)
-    mixture = weights[0] * _wide(values[0])
-    for weight, value in zip(weights[1:], values[1:], strict=True):
+    return _weighted_sum(depth_weights(query, keys), values)
+
+
+def _weighted_sum(weights: Tensor, values: Sequence[Tensor]) -> Tensor:
+    first, *others = weights.unsqueeze(-1).unbind(-2)
+    mixture = first * _wide(values[0])
+    for weight, value in zip(others, values[1:], strict=True):
         mixture = torch.addcmul(mixture, weight, _wide(value))
     return mixture
+
+
+class Part(NamedTuple):
+    """An unfinished read over some sources: their mixture [..., d], and statistics of which only the kernel that wrote
+    them knows the layout (here the log-sum-exp of their logits, [...]).
+    """
+
+    mixture: Tensor
+    stats: Tensor
+
+
+class Reading(NamedTuple):
+    """What `read` returns: the first query's read, the sources as later operators must see them, one Part a later query."""
+
+    out: Tensor
+    values: tuple[Tensor, ...]
+    keys: tuple[Tensor, ...]
+    parts: tuple[Part, ...]
+
+
+def read(
+    queries: Tensor,
+    values: Sequence[Tensor],
+    keys: Sequence[Tensor] = (),
+    addend: Tensor | None = None,
+    parts: Sequence[Part] = (),
+    *,
+    normalize: bool,
+    passes: bool,
+) -> Reading:
+    """Depth attention for consecutive sites at once: finishes the read of the first, prepares those of the others.
+
+    queries [C, r]; values: K tensors [..., d], the last one lacking `addend` if there is one; keys: as many [..., r], or
+    none where the key is the last r coordinates of the value. `parts`: what the first query has read of other sources
+    already. Returns RMSNorm(h) if `normalize`, else h, in the type of the values. `passes`: whether a later operator
+    reads the returned sources too, so that gradients will come through them; plain torch need not know.
+    """
+    if addend is not None:
+        values = (*values[:-1], addend + values[-1])
+    rank = queries.shape[-1]
+    made = keys or [value[..., value.shape[-1] - rank :] for value in values]
+    logits = [depth_logits(query, made) for query in queries.unbind()]
+    all_logits = torch.cat([logits[0], *(part.stats.unsqueeze(-1) for part in parts)], dim=-1)
+    hidden = _weighted_sum(torch.softmax(all_logits, dim=-1), [*values, *(part.mixture for part in parts)])
+    out = (rms_norm(hidden) if normalize else hidden).to(values[0].dtype)
+    prepared = tuple(Part(_weighted_sum(torch.softmax(s, dim=-1), values), s.logsumexp(-1)) for s in logits[1:])
+    return Reading(out, tuple(values), tuple(keys), prepared)

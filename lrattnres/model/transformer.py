@@ -12,18 +12,19 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from lrattnres.config import ModelConfig
 from lrattnres.depth.plan import DepthPlan
 from lrattnres.depth.router import VARIANTS, Depth, DepthRouter
+from lrattnres.kernels.backends import KERNELS, DepthKernels
 from lrattnres.model.attention import BACKENDS, AttentionBackend, Mask
 from lrattnres.model.layers import Attention, Context, Linear, SwiGLU, rotation
 
 Observer = Callable[[int, Depth], None]
 
 
-def build_router(config: ModelConfig) -> DepthRouter:
+def build_router(config: ModelConfig, kernels: DepthKernels) -> DepthRouter:
     """The router that `model.residual`, `rank`, `blocks` and `routing` describe."""
     variant = VARIANTS[config.residual]
     if config.routing is not None:
         variant = variant._replace(routing=config.routing)
-    return DepthRouter(DepthPlan(2 * config.layers, config.blocks), variant, config.dim, config.rank)
+    return DepthRouter(DepthPlan(2 * config.layers, config.blocks), variant, config.dim, config.rank, kernels)
 
 
 class Transformer(nn.Module):
@@ -37,11 +38,12 @@ class Transformer(nn.Module):
         config: ModelConfig,
         attention: AttentionBackend = BACKENDS["sdpa"],
         dtype: torch.dtype = torch.float32,
+        kernels: DepthKernels = KERNELS["reference"],
     ):
         super().__init__()
         assert config.vocabulary is not None, "model.vocabulary must be resolved before a model is built"
         self.config, self.attention, self.dtype = config, attention, dtype
-        self.router = build_router(config)
+        self.router = build_router(config, kernels)
         emit = self.router.emit_dim
         self.embedding = nn.Embedding(config.vocabulary, config.dim)
         self.sublayers = nn.ModuleList()
@@ -82,6 +84,7 @@ def build_model(
     device: torch.device,
     attention: AttentionBackend,
     dtype: torch.dtype,
+    kernels: DepthKernels = KERNELS["reference"],
     prepare: Callable[[Transformer], None] = lambda model: None,
 ) -> Transformer:
     """A model on `device` with its initial weights, or with none (seed None) for a checkpoint to fill.
@@ -90,7 +93,7 @@ def build_model(
     Nothing is allocated twice.
     """
     with torch.device("meta"):
-        model = Transformer(config, attention, dtype)
+        model = Transformer(config, attention, dtype, kernels)
     prepare(model)
     model.to_empty(device=device)
     if seed is not None:

@@ -12,9 +12,10 @@ import torch
 from torch import distributed
 
 from lrattnres.checks import DTYPES, resolve_device
-from lrattnres.config import TrainConfig, plain
+from lrattnres.config import Compile, TrainConfig, plain
 from lrattnres.data.dataset import Dataset, open_dataset
 from lrattnres.depth.cost import Cost, cost
+from lrattnres.kernels.backends import choose_kernels
 from lrattnres.model.attention import choose_attention
 from lrattnres.model.transformer import Transformer, build_model
 from lrattnres.optim.groups import assign, ownership_table
@@ -159,17 +160,19 @@ def _build(config: TrainConfig, parallel: Parallel) -> tuple[Transformer, dict[s
     """The model with its initial weights, or this rank's shards of them, and what was chosen for this machine."""
     device, dtype = resolve_device(config.device), DTYPES[config.precision]
     attention = choose_attention(config.attention.name, device, dtype, training=True)
+    kernels = choose_kernels(config.kernels.name, device, dtype, compiled=config.compile is not Compile.off)
     model = build_model(
         config.model,
         seed=config.seed,
         device=device,
         attention=attention,
         dtype=dtype,
+        kernels=kernels,
         prepare=partial(parallelize, config=config, parallel=parallel),
     )
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
     choices = {"device": name, "precision": config.precision.name, "attention": attention.name}
-    choices |= {"depth_kernels": "reference", "compile": config.compile.name, "ac": config.ac.name}
+    choices |= {"depth_kernels": kernels.name, "compile": config.compile.name, "ac": config.ac.name}
     shape = " x ".join(map(str, parallel.mesh.shape)) if parallel.mesh else "1"
     return model, choices | {"parallel": parallel.mode.name, "ranks": shape}
 

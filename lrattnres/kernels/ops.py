@@ -1,0 +1,213 @@
+"""Depth attention in Triton as two operators of torch, and the autograd function that joins them.
+
+`torch.ops.lrattnres.read` and `read_backward` may be traced, exported and checkpointed. `read` here is what a model
+calls; its meaning is that of `reference.read`.
+
+Gradients take a short cut between the operators of one pass. A finished read h = Σ_p e^(l_p − L) m_p + … has many
+unfinished parts, and what the owner of a part needs from it is the same for all: dh, L and ⟨dh, h⟩. So these travel
+backward in place of the gradients of m_p and l_p: one tensor for all parts, nothing scaled, and each source's
+gradient is made in one pass by its owner. A Part must therefore go to exactly one `read`, and nowhere else.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lrattnres.kernels.launch import fire
+from lrattnres.kernels.launches import backward_launches, forward_launch, query_launch
+from lrattnres.kernels.reference import Part, Reading
+
+SPAN = 128  # tokens whose share of a query's gradient one program sums
+
+
+@torch.library.custom_op("lrattnres::read", mutates_args=())
+def read_op(
+    queries: Tensor,
+    values: Sequence[Tensor],
+    keys: Sequence[Tensor],
+    addend: Tensor | None,
+    parts: Sequence[Tensor],
+    part_stats: Sequence[Tensor],
+    normalize: bool,
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """([out, total if there is an addend, mixtures if there are several sources], stats, scalars): see `read_forward`."""
+    results = _read_outputs(queries, values, addend)
+    fire(forward_launch(queries, values, keys, addend, parts, part_stats, normalize, results))
+    return results
+
+
+def _read_outputs(queries: Tensor, values: Sequence[Tensor], addend: Tensor | None) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """Room for what `read` returns."""
+    sites, tokens = queries.shape[0], values[0].shape[:-1].numel()
+    mixtures = sites - 1 if len(values) > 1 else 0
+    wide = [values[0].new_empty(values[0].shape) for _ in range(1 + (addend is not None) + mixtures)]
+    stats = [values[0].new_empty(2, tokens, dtype=torch.float32) for _ in range(sites)]
+    return wide, stats, values[0].new_empty(tokens, sites + 1, len(values), dtype=torch.float32)
+
+
+@read_op.register_fake
+def _(queries, values, keys, addend, parts, part_stats, normalize):  # type: ignore[no-untyped-def]
+    return _read_outputs(queries, values, addend)
+
+
+@torch.library.custom_op("lrattnres::read_backward", mutates_args=())
+def read_backward_op(
+    upstream: Sequence[Tensor],
+    out: Tensor,
+    values: Sequence[Tensor],
+    keys: Sequence[Tensor],
+    queries: Tensor,
+    later_stats: Sequence[Tensor],
+    stats: Tensor,
+    scalars: Tensor,
+    value_in: Sequence[Tensor | None],
+    key_in: Sequence[Tensor | None],
+    normalize: bool,
+    emit: bool,
+) -> tuple[list[Tensor], list[Tensor], Tensor, list[Tensor], Tensor]:
+    """(d values, d keys, d queries, [dh if `emit`], d stats): see the kernel `read_backward`."""
+    results = _backward_outputs(values, keys, queries, stats, emit)
+    tokens, rank = scalars.shape[0], queries.shape[1]
+    beta = scalars.new_empty(tokens, len(upstream), len(values))
+    given = (upstream, out, values, keys, queries, later_stats, stats, scalars, value_in, key_in)
+    for launch in backward_launches(*given, normalize, emit, results, beta):
+        fire(launch)
+    partial = scalars.new_empty(-(-tokens // SPAN), len(upstream), rank)
+    fire(query_launch(keys or values, beta, partial, 0 if keys else values[0].shape[-1] - rank, SPAN))
+    return *results[:2], partial.sum(0).to(queries.dtype), *results[3:]
+
+
+def _backward_outputs(
+    values: Sequence[Tensor], keys: Sequence[Tensor], queries: Tensor, stats: Tensor, emit: bool
+) -> tuple[list[Tensor], list[Tensor], Tensor, list[Tensor], Tensor]:
+    """Room for what `read_backward` returns."""
+    d_values = [value.new_empty(value.shape) for value in values]
+    hidden = [values[0].new_empty(values[0].shape)] if emit else []
+    return d_values, [key.new_empty(key.shape) for key in keys], queries.new_empty(queries.shape), hidden, torch.empty_like(stats)
+
+
+@read_backward_op.register_fake
+def _(  # type: ignore[no-untyped-def]
+    upstream, out, values, keys, queries, later_stats, stats, scalars, value_in, key_in, normalize, emit
+):
+    return _backward_outputs(values, keys, queries, stats, emit)
+
+
+class _Layout(NamedTuple):
+    """How the flat arguments and results of `_Read` are cut: how many there are of each kind."""
+
+    values: int
+    keys: int
+    parts: int
+    later: int
+    addend: bool
+    normalize: bool
+    passes: bool
+
+    def passed(self) -> tuple[int, int, int]:
+        """Sums (one at most), values and keys that are handed on."""
+        return self.addend, (self.values - self.addend) * self.passes, self.keys * self.passes
+
+
+class _Read(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, layout: _Layout, queries: Tensor, addend: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+        values, keys, parts, part_stats = _cut(tensors, layout.values, layout.keys, layout.parts, layout.parts)
+        wide, stats, scalars = torch.ops.lrattnres.read(queries, values, keys, addend, parts, part_stats, layout.normalize)
+        out, mixtures = wide[0], wide[1 + layout.addend :]
+        if layout.addend:
+            values = [*values[:-1], wide[1]]
+        if layout.values == 1:  # the unfinished read of a single source is that source
+            mixtures = [values[0].view_as(values[0]) for _ in range(layout.later)]
+        ctx.set_materialize_grads(False)
+        ctx.layout = layout
+        ctx.save_for_backward(queries, out, stats[0], scalars, *values, *keys)
+        total = wide[1:2] if layout.addend else []
+        if not layout.passes:  # nothing comes back through it, and nobody may invent zeros of its size
+            ctx.mark_non_differentiable(*total)
+            return (out, *total, *mixtures, *stats[1:])
+        passed = [tensor.view_as(tensor) for tensor in (*values[: len(values) - len(total)], *keys)]
+        return (out, *total, *passed, *mixtures, *stats[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        layout = ctx.layout
+        queries, out, stats, scalars, *sources = ctx.saved_tensors
+        values, keys = _cut(sources, layout.values, layout.keys)
+        grad, total_in, value_in, key_in, later, later_stats = _cut(gradients, 1, *layout.passed(), layout.later, layout.later)
+        upstream = [torch.zeros_like(out) if g is None else g for g in (*grad, *later)]
+        # A read that nobody used weighs nothing: its log-sum-exp is infinite.
+        later_stats = [torch.full_like(stats, torch.inf) if s is None else s for s in later_stats]
+        d_values, d_keys, d_queries, hidden, d_stats = torch.ops.lrattnres.read_backward(
+            upstream,
+            out,
+            values,
+            keys,
+            queries,
+            later_stats,
+            stats,
+            scalars,
+            [*value_in, *total_in] if layout.passes else [None] * layout.values,
+            key_in or [None] * layout.keys,
+            layout.normalize,
+            layout.normalize and layout.parts > 0,
+        )
+        dh = hidden[0] if hidden else upstream[0]
+        d_addend = d_values[-1] if layout.addend else None
+        return (None, d_queries, d_addend, *d_values, *d_keys, *[dh] * layout.parts, *[d_stats] * layout.parts)
+
+
+def _cut(flat: Sequence[Any], *counts: int) -> list[list[Any]]:
+    """Consecutive pieces of the given lengths."""
+    pieces, start = [], 0
+    for count in counts:
+        pieces.append(list(flat[start : start + count]))
+        start += count
+    assert start == len(flat)
+    return pieces
+
+
+def read(
+    queries: Tensor,
+    values: Sequence[Tensor],
+    keys: Sequence[Tensor] = (),
+    addend: Tensor | None = None,
+    parts: Sequence[Part] = (),
+    *,
+    normalize: bool,
+    passes: bool,
+) -> Reading:
+    """`reference.read` in Triton. A Part's statistics are [2, tokens] float32: its log-sum-exp, and a row of zeros.
+
+    Raises ValueError for inputs the kernels do not take: mixed types, devices or shapes.
+    """
+    _check(queries, values, keys, addend)
+    later = queries.shape[0] - 1
+    layout = _Layout(len(values), len(keys), len(parts), later, addend is not None, normalize, passes)
+    mixtures, stats = [part.mixture for part in parts], [part.stats for part in parts]
+    out, *rest = _Read.apply(layout, queries, addend, *values, *keys, *mixtures, *stats)
+    total, passed, passed_keys, made, made_stats = _cut(rest, *layout.passed(), later, later)
+    if not passes:
+        passed, passed_keys = list(values[: len(values) - len(total)]), list(keys)
+    return Reading(out, (*passed, *total), tuple(passed_keys), tuple(map(Part, made, made_stats)))
+
+
+def _check(queries: Tensor, values: Sequence[Tensor], keys: Sequence[Tensor], addend: Tensor | None) -> None:
+    first = values[0]
+    if first.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"values are {first.dtype}: the Triton kernels take float32 and bfloat16; write kernels=reference")
+    dim, rank = first.shape[-1], queries.shape[-1]
+    if not 1 <= rank <= dim and not keys:
+        raise ValueError(f"queries of width {rank}: a key is the tail of a value, so write between 1 and {dim}")
+    if keys and len(keys) != len(values):
+        raise ValueError(f"{len(keys)} keys for {len(values)} values: write one a source, or none")
+    for name, tensors, shape in (
+        ("values", [*values, *([] if addend is None else [addend])], first.shape),
+        ("keys", keys, (*first.shape[:-1], rank)),
+    ):
+        for tensor in tensors:
+            if (tensor.shape, tensor.dtype, tensor.device) != (shape, first.dtype, first.device):
+                found = f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+                raise ValueError(f"{name}: {found} among tensors of {tuple(shape)} {first.dtype} on {first.device}")

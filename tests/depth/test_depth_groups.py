@@ -1,0 +1,79 @@
+"""Reading sites together: the same reads in float64, and the traffic that the papers' models would cause."""
+
+import math
+
+import pytest
+import torch
+
+from lrattnres.depth.groups import Step, backward_traffic, cheapest, forward_traffic, single, steps
+from lrattnres.depth.plan import DepthPlan
+from lrattnres.depth.router import VARIANTS, DepthRouter
+from lrattnres.kernels.backends import KERNELS
+
+
+@pytest.mark.parametrize("name", ["attn_res", "s_lr", "p_lr", "delta"])
+@pytest.mark.parametrize(
+    ("blocks", "starts"), [(None, (0, 1, 4)), (None, (0,)), (3, (0, 3)), (3, (0, 3, 5, 6)), (1, (0,)), (2, (0, 4, 8))]
+)
+def test_grouped_reads_are_the_plain_reads(name: str, blocks: int | None, starts: tuple[int, ...]) -> None:
+    """In plain torch, so that the grouping alone is tested."""
+    arguments = DepthPlan(8, blocks), VARIANTS[name], 8, 3
+    plain, grouped = DepthRouter(*arguments).double(), DepthRouter(*arguments, KERNELS["reference"], starts).double()
+    for parameter in plain.parameters():
+        torch.nn.init.normal_(parameter)
+    grouped.load_state_dict(plain.state_dict())
+    outputs = [torch.randn(2, 3, 8 + plain.emit_dim * (i > 0)).double().requires_grad_() for i in range(9)]
+    gradients = []
+    for router in (plain, grouped):
+        depth, loss = router.begin(outputs[0]), 0
+        for site in range(9):
+            loss = loss + (router.read(depth, site) * torch.linspace(-1, site, 8)).square().sum()
+            if site < 8:
+                depth = router.write(depth, site, outputs[site + 1])
+        gradients.append([loss, *torch.autograd.grad(loss, [*outputs, *router.parameters()])])
+    for found, truth in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, truth, rtol=1e-9, atol=1e-11)
+
+
+def test_a_group_may_not_start_inside_a_block_and_go_on() -> None:
+    with pytest.raises(ValueError, match="site 2 lies inside a block"):
+        steps(DepthPlan(8, 2), (0, 2))
+    assert steps(DepthPlan(8, 2), (0, 2, 3, 4))[2] == Step(opens=True, owned=2, parts=0, later=0, addend=True, passes=True)
+
+
+def units(plan: DepthPlan, starts: tuple[int, ...], key_reads: int = 1, rank: int = 32) -> float:
+    """Traffic of a forward and backward pass beyond the plain residual stream's 389, in d values of two bytes.
+
+    key_reads=0 leaves out the second look at the keys, for the queries' gradients.
+    """
+    moved = 0
+    for step in steps(plan, starts):
+        moved += forward_traffic(step, 1024, rank, False).values + backward_traffic(step, 1024, rank, False).values
+        moved -= (1 - key_reads) * step.owned * rank
+    return moved / 1024 - 389
+
+
+# Rows of a prototype that read a block's sites together: (N, units of traffic). It made the queries' gradients in the
+# same pass over the keys; we look at the keys (d/32 here) once more. More than 16 sources take more than one launch
+# here, so that compiling takes bearable time: 6% of full granularity's traffic.
+@pytest.mark.parametrize(("blocks", "row"), [(4, 230), (8, 296), (16, 611), (None, 759)])
+def test_traffic_reaches_the_two_phase_prototype(blocks: int | None, row: int) -> None:
+    plan = DepthPlan(48, blocks)
+    starts = (0, *plan.ends[:-1]) if blocks else tuple(i * i for i in range(7))
+    again = sum((-(-step.owned // 16) - 1) * (2 + step.later) for step in steps(plan, starts))
+    assert units(plan, starts, key_reads=0) == row + again  # its own groups: its own figure
+    assert units(plan, cheapest(plan, 1 / 32, math.inf)) <= (1.01 if blocks else 1.07) * row
+
+
+def test_plain_reads_cost_what_they_cost() -> None:
+    """One read a site, gradients added up in place: 3 units a source and site, and what each site adds."""
+    plan = DepthPlan(48, 8)
+    assert units(plan, single(plan), key_reads=0) > 3 * units(plan, cheapest(plan, 1 / 32))
+
+
+def test_groups_follow_the_machine() -> None:
+    """Large groups move less and compute more: full granularity takes smaller ones than traffic alone would ask for."""
+    plan = DepthPlan(48)
+    usual, ideal = (max(step.later for step in steps(plan, cheapest(plan, 1 / 32, balance))) for balance in (400, math.inf))
+    assert usual < ideal
+    assert cheapest(DepthPlan(60, 1), 1 / 32) == single(DepthPlan(60, 1))  # a block of 60 fits into no group

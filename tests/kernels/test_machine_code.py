@@ -1,0 +1,77 @@
+"""The kernels compiled ahead of time, for GPUs that are not here: no register is spilled, and few instructions are needed."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.paths import ROOT
+
+pytest.importorskip("triton")
+
+PROGRAM = """
+import json, sys
+from lrattnres.kernels.machine_code import inspect, launches
+(capability, wanted), operator = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+found = {launch.kernel: inspect(launch, capability)._asdict() for launch in launches(**operator) if launch.kernel in wanted}
+print(json.dumps(found))
+"""
+KERNELS = ("read_forward", "read_backward", "query_gradient")
+
+
+def compiled(capability: int, wanted: tuple[str, ...], **operator) -> dict[str, dict[str, int]]:
+    """In a process of its own: under the interpreter nothing is compiled."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", PROGRAM, json.dumps([capability, wanted]), json.dumps(operator)]
+    process = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout)
+
+
+def check(found: dict[str, dict[str, int]]) -> None:
+    for name, code in found.items():
+        assert code["spilled"] == 0, (name, code)
+        assert code["registers"] <= 255 and code["shared"] <= 48 * 1024, (name, code)
+
+
+MERGE = {"owned": 1, "parts": 1, "later": 0, "addend": True, "passes": True, "dim": 1024}
+
+
+@pytest.mark.parametrize("rank", [32, 1024])
+def test_completing_a_read_is_bound_by_memory(rank: int) -> None:
+    """Below 400 warp instructions for each d values of two bytes that move, an H200 waits for its memory."""
+    found = compiled(90, KERNELS, **MERGE, rank=rank)
+    check(found)
+    assert found["read_forward"]["instructions"] < 200 * 5
+    assert found["read_backward"]["instructions"] < 200 * 6
+
+
+def test_opening_a_group_of_the_papers_model() -> None:
+    """N = 8: eight sources for six sites."""
+    found = compiled(90, ("read_forward",), owned=8, parts=0, later=5, addend=True, passes=True, dim=1024, rank=32)
+    check(found)
+    assert found["read_forward"]["instructions"] < 400 * (8 + 2 + 6)
+
+
+# The largest operators of each granularity's groups, and of keys of full width. A backward launch takes 16 sources.
+LARGEST = [(4, 13, 32), (9, 7, 32), (16, 7, 32), (16, 3, 32), (3, 17, 32), (8, 6, 1024), (4, 12, 1024)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(("owned", "sites", "rank"), LARGEST)
+def test_no_kernel_spills(owned: int, sites: int, rank: int, capability: int) -> None:
+    operator = {"owned": owned, "parts": 0, "later": sites - 1, "addend": True, "passes": True, "dim": 1024, "rank": rank}
+    found = compiled(capability, KERNELS, **operator)
+    check(found)
+    if (owned, sites) == (8, 6):
+        assert found["read_backward"]["instructions"] < 450 * (3 * owned + sites + 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_projected_keys_spill_nothing(capability: int) -> None:
+    operator = {"owned": 8, "parts": 0, "later": 5, "addend": True, "passes": True, "dim": 1024, "rank": 32}
+    check(compiled(capability, KERNELS, **operator, separate=True))
