@@ -251,13 +251,9 @@ class TrainConfig:
     max_bad_steps: int = option("non-finite steps in a row that stop the run", 10, may_change=True)
     device: Device = option("where to train; auto: a GPU if there is one", may_change=True)
     precision: Precision = option("arithmetic of the model; weights and optimizer are float32")
-    attention: AttentionBackend = option(
-        "attention kernel; auto: the fastest that runs here", AttentionBackend.auto, may_change=True
-    )
+    attention: AttentionBackend = option("attention kernel; auto: what runs here", AttentionBackend.auto, may_change=True)
     kernels: Kernels = option(
-        "depth attention; auto: triton on a GPU; on a CPU compiled where compile is not off, else reference",
-        Kernels.auto,
-        may_change=True,
+        "depth attention; auto: triton on a GPU, else compiled where compile is on", Kernels.auto, may_change=True
     )
     compile: Compile = option("torch.compile: off, the whole model, or each sub-layer", Compile.off, may_change=True)
     ac: AC = option(

@@ -83,7 +83,7 @@ def _selective(model: Transformer) -> None:
 
 
 def _full(model: Transformer) -> None:
-    """Only the sources stay, which later sites read anyway; reads, sub-layers and writes are recomputed."""
+    """Only the sources and what each site reads stay; sub-layers, writes and the arithmetic of reads are recomputed."""
     model.step = _recompute(model.step)  # type: ignore[method-assign,assignment]
 
 
