@@ -188,7 +188,7 @@ def test_every_start_is_described(tmp_path: Path) -> None:
     assert first["attention"] == "sdpa" and "attention" not in second and first["time"] < second["time"]
     assert first["versions"]["torch"] == torch.__version__ and first["versions"]["lrattnres"] == "0.1.0"
     assert first["python"] == ".".join(map(str, sys.version_info[:3])) and first["cpus"] == os.cpu_count()
-    assert {"numpy", "tiktoken", "datasets", "triton", "wandb"} <= first["versions"].keys()
+    assert {"numpy", "tiktoken", "pyarrow", "triton", "wandb"} <= first["versions"].keys()
     assert os.uname().nodename not in run.environment_path.read_text()
     root = Path(files.__file__).parents[2]
     if (root / ".git").exists():
