@@ -120,6 +120,8 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(tiny_run, t
 
     for path in (folder / "checkpoints").glob("step_*/manifest.json"):
         path.unlink()
+    finished = run("train.py", *settings, "name=hurt", code=2)
+    assert "the run is finished, but" in finished and "step_000040" in finished and "resume=STEP" in finished
     (folder / "summary.json").unlink()
     assert "no checkpoint is whole" in run("train.py", *settings, "name=hurt", code=2)
 

@@ -62,14 +62,14 @@ def site_curves(diagnostics: dict[str, Any], title: str, path: Path) -> None:
         (("effective_sources", "effective sources"), ("largest_weight", "largest α"), ("hidden_norm", "norm of h")),
         strict=True,
     ):
-        points = [(site, value) for site, value in enumerate(diagnostics[name]) if value is not None]
+        points = [(site, value) for site, value in enumerate(diagnostics[name], start=1) if value is not None]
         if points:
             panel.plot(*zip(*points, strict=True), marker="o", markersize=3, color="#3b6ea5")
         if name == "effective_sources" and any(counts):
-            available = [(site, count) for site, count in enumerate(counts) if count is not None]
+            available = [(site, count) for site, count in enumerate(counts, start=1) if count is not None]
             panel.plot(*zip(*available, strict=True), color="#999999", linestyle=":", label="available")
             panel.legend()
-        panel.set(xlabel="read site", ylabel=label)
+        panel.set(xlabel="read site: sub-layer it feeds, the head last", ylabel=label)
         panel.grid(alpha=0.25)
     figure.suptitle(title)
     _save(figure, path)

@@ -48,12 +48,25 @@ def train(config: TrainConfig, notes: list[str]) -> tuple[RunFolder, bool]:
     dataset = _open_data(config, ranks)
     folder = ranks.together(lambda: _open_folder(config, dataset) if ranks.first else RunFolder(Path(config.runs) / config.name))
     with closing(folder):
-        summary = ranks.of_first(folder.finished)
-        if summary is not None and not config.resume.isdigit():
+        summary = ranks.of_first(lambda: _finished(folder)) if not config.resume.isdigit() else None
+        if summary is not None:
             if ranks.first:
                 print(f"{folder.path}: finished at step {summary['step']}, held-out loss {summary['val_loss']:.4f}")
             return folder, True
         return folder, _train(config, notes, dataset, folder, parallel)
+
+
+def _finished(folder: RunFolder) -> dict[str, Any] | None:
+    """The summary of a finished run. Raises CheckpointError if what it summarises is not there any more, or is damaged."""
+    summary = folder.finished()
+    if summary is not None:
+        try:
+            Checkpoints(folder.checkpoints_path).at(summary["step"])
+        except CheckpointError as fault:
+            raise CheckpointError(
+                f"the run is finished, but {fault}\nwrite resume=STEP to go on from an older checkpoint, or remove {folder.path}"
+            ) from fault
+    return summary
 
 
 def _open_data(config: TrainConfig, ranks: Ranks) -> Dataset:
@@ -200,6 +213,8 @@ def _rewind(trainer: Trainer, start: Checkpoint | None, folder: RunFolder) -> No
         trainer.say(f"continuing from step {step}")
 
     def forget() -> None:
+        if start is None and folder.metrics_path.exists() and folder.metrics_path.stat().st_size:
+            trainer.say("no checkpoint was saved: starting again from the beginning")
         MetricsFile(folder.metrics_path).rewind(step)
         trainer.checkpoints.rewind(step)
         folder.summary_path.unlink(missing_ok=True)
