@@ -186,7 +186,7 @@ def main() -> None:
         documents = EncodedCorpus(corpus, tokenizer)
         stages(data, corpus, documents, shards, options.rounds)
         memory(documents, options.tokens)
-        waiting(documents, tokenizer, 12)
+        waiting(documents, tokenizer, 5)
 
 
 if __name__ == "__main__":
