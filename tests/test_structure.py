@@ -10,6 +10,8 @@ from tests.paths import ROOT
 PACKAGE = ROOT / "lrattnres"
 # Each room may import those before it, and itself.
 ORDER = [
+    ("schema",),
+    ("model_config",),
     ("config", "kernels", "files", "ranks"),
     ("depth",),
     ("model",),
