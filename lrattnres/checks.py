@@ -13,24 +13,30 @@ from typing import Any
 import torch
 
 from lrattnres.config import (
+    BlockScale,
     Compile,
     ConfigError,
     CorpusName,
     DataConfig,
+    DepthConfig,
     Device,
     LoggerName,
+    ModelConfig,
     Orthogonalizer,
     ParallelMode,
     Precision,
+    Sources,
     TokenizeConfig,
     TrainConfig,
     flatten,
     plain,
 )
 from lrattnres.data.tokenizers import VOCABULARY
+from lrattnres.depth.ablations import changed
 from lrattnres.depth.router import VARIANTS
 from lrattnres.kernels.backends import choose_kernels
 from lrattnres.model.attention import choose_attention
+from lrattnres.model.transformer import beyond_kernels
 from lrattnres.ranks import placement
 
 DTYPES = {Precision.float32: torch.float32, Precision.bfloat16: torch.bfloat16}
@@ -51,6 +57,8 @@ BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "model.context": (1, None),
     "model.rope_base": (1, None),
     "model.init_std": (0, None),
+    "model.depth.heads": (1, None),
+    "model.depth.query_std": (0, None),
     "optimizer.muon_lr": (0, None),
     "optimizer.adam_lr": (0, None),
     "optimizer.warmup": (0, None),
@@ -99,8 +107,8 @@ def resolve_device(device: Device) -> torch.device:
 def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
     """The configuration that is run and recorded, and a line for each choice that was set without a use.
 
-    Where a variant has no use for a rank, for blocks or for a routing, they become null, so that sweeps over
-    variants work. Raises ConfigError with every fault.
+    Where a variant has no use for a rank, for blocks or for a routing, they become null, and where it has none for an
+    ablation, that becomes the default, so that sweeps over variants work. Raises ConfigError with every fault.
     """
     faults = [fault for check in CHECKS for fault in check(config)]
     if faults:
@@ -113,12 +121,27 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
     }
     gone: dict[str, Any] = {name: None for name, useless in unused.items() if useless and getattr(config.model, name) is not None}
     notes = [f"model.{name} has no meaning for model.residual={config.model.residual}: recorded as null" for name in gone]
+    gone["depth"], ignored = _used_ablations(config.model)
+    notes += ignored
     if config.compile is Compile.model and placement()[1] > 1:
         # So that the command for one GPU is the command for many.
         notes.append("compile=model is compile=regions on many ranks: weights are gathered between one region and the next")
         config = dataclasses.replace(config, compile=Compile.regions)
     vocabulary = config.model.vocabulary or VOCABULARY[config.tokenizer.name]
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocabulary=vocabulary, **gone)), notes
+
+
+def _used_ablations(model: ModelConfig) -> tuple[DepthConfig, list[str]]:
+    """Those with an effect, and a line for each of the others."""
+    published = DepthConfig()
+    if VARIANTS[model.residual].keys is None:
+        ignored, where = list(changed(model.depth)), f"model.residual={model.residual}"
+    elif model.blocks in (None, 2 * model.layers) and model.depth.block_scale is not published.block_scale:
+        ignored, where = ["block_scale"], "blocks of one sub-layer"
+    else:
+        return model.depth, []
+    notes = [f"{changed(model.depth)[name]} has no meaning for {where}: recorded as the default" for name in ignored]
+    return dataclasses.replace(model.depth, **{name: getattr(published, name) for name in ignored}), notes
 
 
 def _bounds(config: TrainConfig) -> Iterator[str]:
@@ -149,6 +172,24 @@ def _depth(config: TrainConfig) -> Iterator[str]:
     if keys is not None and model.blocks is not None and not 1 <= model.blocks <= 2 * model.layers:
         limit = f"1 and 2*model.layers={2 * model.layers}, the number of sub-layers"
         yield f"model.blocks={model.blocks}: must be between {limit}; null makes every sub-layer a source"
+
+
+def _ablations(config: TrainConfig) -> Iterator[str]:
+    model, depth = config.model, config.model.depth
+    keys = VARIANTS[model.residual].keys if model.residual in VARIANTS else None
+    if keys is None:
+        return
+    rank = model.rank if keys.ranked and model.rank else model.dim
+    if depth.heads >= 1 and (rank % depth.heads or model.dim % depth.heads):
+        both = [n for n in range(1, rank + 1) if rank % n == model.dim % n == 0] if rank >= 1 else []
+        divides = f"model.rank={rank} and model.dim={model.dim}" if keys.ranked else f"model.dim={model.dim}"
+        near = min(both, key=lambda n: abs(n - depth.heads), default=1)
+        yield f"model.depth.heads={depth.heads}: must divide {divides}; write model.depth.heads={near}"
+    if depth.sources is Sources.states and depth.block_scale is not BlockScale.sum:
+        yield (
+            f"model.depth.block_scale={depth.block_scale.name}: model.depth.sources=states are no sums of blocks; "
+            "write model.depth.block_scale=sum, or model.depth.sources=outputs"
+        )
 
 
 def _shapes(config: TrainConfig) -> Iterator[str]:
@@ -247,7 +288,8 @@ def _machine(config: TrainConfig) -> Iterator[str]:
         yield str(fault)
     try:
         compiled = config.compile is not Compile.off
-        choose_kernels(config.kernels.name, device, DTYPES[config.precision], compiled=compiled)
+        beyond = beyond_kernels(config.model)
+        choose_kernels(config.kernels.name, device, DTYPES[config.precision], compiled=compiled, beyond=beyond)
     except ValueError as fault:
         yield str(fault)
     compiler = os.environ.get("CXX", "g++")
@@ -286,4 +328,7 @@ def _shard_degree(mode: ParallelMode, degree: int | None, world: int) -> Iterato
         yield f"parallel.shard_degree={given}: must cut the {world} processes into several groups of several; {hint}"
 
 
-CHECKS: tuple[Callable[[TrainConfig], Iterator[str]], ...] = (_bounds, _depth, _shapes, _schedule, _data, _machine, _parallel)
+CHECKS: tuple[Callable[[TrainConfig], Iterator[str]], ...] = (
+    *(_bounds, _depth, _ablations, _shapes),
+    *(_schedule, _data, _machine, _parallel),
+)

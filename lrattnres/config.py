@@ -10,8 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from lrattnres.model_config import BlockScale as BlockScale
+from lrattnres.model_config import DepthConfig as DepthConfig
+from lrattnres.model_config import LogitScale as LogitScale
 from lrattnres.model_config import ModelConfig as ModelConfig
 from lrattnres.model_config import Routing as Routing
+from lrattnres.model_config import Sources as Sources
 from lrattnres.schema import ConfigError as ConfigError
 from lrattnres.schema import defaults as defaults
 from lrattnres.schema import expected as expected

@@ -13,6 +13,39 @@ class Routing(Enum):
     add = "add"
 
 
+class LogitScale(Enum):
+    none = "none"
+    rsqrt = "rsqrt"
+
+
+class BlockScale(Enum):
+    sum = "sum"
+    mean = "mean"
+    sqrt = "sqrt"
+
+
+class Sources(Enum):
+    outputs = "outputs"
+    states = "states"
+
+
+@dataclass
+class DepthConfig:
+    """Ablations of depth routing; the defaults are the published method. docs/ablations.md has the equations."""
+
+    key_norm: bool = option("keys are RMS-normalised before they are scored", True)
+    logit_scale: LogitScale = option("factor of the logits: none, or rsqrt: 1/sqrt(width of a head's key)", LogitScale.none)
+    query_std: float = option("standard deviation of the initial queries; 0: they are zero", 0.0)
+    heads: int = option("heads of the read; each scores with its slice of query and key, and mixes its slice of the values", 1)
+    input_queries: bool = option("add a projection of the newest source, zero at the start, to each site's query", False)
+    block_scale: BlockScale = option(
+        "a block's value: the sum of its n outputs, mean: over n, sqrt: over sqrt(n)", BlockScale.sum
+    )
+    learned_scale: bool = option("multiply the value of each source by a learned number, one at the start", False)
+    embedding_source: bool = option("sites after the first may read the embedding", True)
+    sources: Sources = option("outputs (and sums of them), or states: o_0 + Σ o_i after each block", Sources.outputs)
+
+
 @dataclass
 class ModelConfig:
     residual: str = option("residual path: a row of the table of variants (lrattnres/depth/router.py)")
@@ -26,4 +59,5 @@ class ModelConfig:
     context: int = option("window length in tokens")
     vocabulary: int | None = option("rows of embedding and head; null: the tokenizer's size", None)
     rope_base: float = option("base of the rotary position embedding", 500_000.0)
-    init_std: float = option("standard deviation of every initial weight but the queries, which are zero", 0.02)
+    init_std: float = option("standard deviation of every initial weight but the queries (depth.query_std) and scales", 0.02)
+    depth: DepthConfig = option("ablations of depth routing", DepthConfig)

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lrattnres.config import ModelConfig
+from lrattnres.config import BlockScale, ModelConfig
 from lrattnres.depth.keys import KeyRule
-from lrattnres.depth.plan import DepthPlan
+from lrattnres.depth.plan import plan_of
 
 
 @dataclass(frozen=True)
 class Cost:
     """core: L(4d² + 3dm), the plain transformer without embedding and head; routing: scores and mixtures,
-    (d + r)·S; projection: the key rows, r[L(d + m) + d]; attention: QKᵀ and αV over a causal window, L·d·T;
+    (d + r)·S; projection: the key rows, r[L(d + m) + d], and what the ablations add: M·r·d for queries that depend on the
+    input, a factor on each of the (M + 1)·d values written for scaled sources; attention: QKᵀ and αV over a causal window, L·d·T;
     head: d·vocabulary. All in multiply-adds a token. parameters: what routing adds.
     """
 
@@ -40,14 +41,19 @@ class Cost:
 def cost(config: ModelConfig, keys: KeyRule | None) -> Cost:
     """The cost of a model whose keys are made by `keys`; None for the plain residual stream."""
     layers, dim, width = config.layers, config.dim, config.mlp_width
-    plan = DepthPlan(2 * layers, config.blocks)
+    plan, depth = plan_of(config), config.depth
     rank = 0 if keys is None else config.rank if keys.ranked and config.rank else dim
-    rows = rank * (layers * (dim + width) + dim) if keys and keys.emits else 0
+    keyed = dim if plan.embedding or plan.states else 0  # the embedding's key, if a site reads it
+    rows = rank * (layers * (dim + width) + keyed) if keys and keys.emits else 0
+    written = plan.sublayers + plan.embedding
+    queries = plan.sublayers * rank * dim if keys and depth.input_queries else 0
+    scaled = dim * written if keys and (depth.learned_scale or depth.block_scale is not BlockScale.sum) else 0
+    scales = len(plan.sources(plan.sublayers)) if keys and depth.learned_scale else 0
     return Cost(
         core=layers * (4 * dim**2 + 3 * dim * width),
         routing=(dim + rank) * plan.reads if keys else 0,
-        projection=rows,
+        projection=rows + queries + scaled,
         attention=layers * dim * config.context,
         head=dim * (config.vocabulary or 0),
-        parameters=rows + plan.sublayers * rank,
+        parameters=rows + plan.sublayers * rank + queries + scales,
     )

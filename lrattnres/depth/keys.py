@@ -34,9 +34,11 @@ class KeyRule:
     emits: bool
     key: Callable[[Source, int], Tensor]
 
-    def written(self, value: Tensor, emitted: Tensor) -> Source:
-        """A sub-layer's output as a source. Emitted keys are normalised before they are summed over a block."""
-        return Source(value, rms_norm(emitted) if self.emits else None)
+    def written(self, value: Tensor, emitted: Tensor, normalize: bool = True) -> Source:
+        """An output as a source. Emitted keys are normalised before they are summed, if keys are normalised at all."""
+        if not self.emits:
+            return Source(value)
+        return Source(value, rms_norm(emitted) if normalize else emitted)
 
 
 def _emitted(source: Source, rank: int) -> Tensor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from lrattnres.config import ModelConfig, Sources
+
 
 @dataclass(frozen=True)
 class DepthPlan:
@@ -12,10 +14,13 @@ class DepthPlan:
 
     Sites are counted by what has been written when they read: site s reads after s sub-layers, so site s feeds
     sub-layer s (from 0) and site M feeds the output head. `blocks=None` makes every sub-layer a block of its own.
+    embedding: whether sites after the first read it too. states: a source holds all outputs up to the end of its block.
     """
 
     sublayers: int
     blocks: int | None = None
+    embedding: bool = True
+    states: bool = False
     ends: tuple[int, ...] = field(init=False)  # how many sub-layers have been written when each block is complete
 
     def __post_init__(self) -> None:
@@ -39,9 +44,16 @@ class DepthPlan:
         starts = (0, *(end for end in self.ends if end <= site))
         complete = tuple(range(start + 1, end + 1) for start, end in pairwise(starts))
         partial = (range(starts[-1] + 1, site + 1),) if starts[-1] < site else ()
-        return (range(1), *complete, *partial)
+        blocks = tuple(range(block.stop) if self.states else block for block in (*complete, *partial))
+        return (range(1), *blocks) if self.embedding or site == 0 else blocks
 
     @property
     def reads(self) -> int:
         """S of the paper's appendix: the number of sources summed over every site that routes."""
         return sum(len(self.sources(site)) for site in self.sites if site > 0)
+
+
+def plan_of(config: ModelConfig) -> DepthPlan:
+    """The plan of a model: both sub-layers of each of its transformer blocks write."""
+    depth = config.depth
+    return DepthPlan(2 * config.layers, config.blocks, depth.embedding_source, depth.sources is Sources.states)

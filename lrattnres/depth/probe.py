@@ -1,7 +1,8 @@
 """Where each site reads, averaged over tokens as they stream by: nothing of a token is kept.
 
 Definitions of the papers: N_eff(t, x) = exp(entropy of α_t(x)), averaged over tokens x (Figure 2); mean α per site and
-source (Figure 3); the largest α of a token, averaged (the Delta paper's sharpness).
+source (Figure 3); the largest α of a token, averaged (the Delta paper's sharpness). Several heads count like tokens: each
+is measured by itself, and the results are means over heads too.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ class DepthProbe:
         if weights is None:
             return
         entropy = torch.special.entr(weights).sum(-1)
-        self.effective[site] += _total(entropy.exp())
-        self.largest[site] += _total(weights.amax(-1))
-        self.weights[site] += weights.flatten(0, -2).sum(0, dtype=torch.float64).cpu()
+        heads = self.router.heads
+        self.effective[site] += _total(entropy.exp()) / heads
+        self.largest[site] += _total(weights.amax(-1)) / heads
+        self.weights[site] += weights.flatten(0, -2).sum(0, dtype=torch.float64).cpu() / heads
 
     def sums(self) -> list[Tensor]:
         """Everything that adds up over tokens, alive: ranks make one result of theirs by summing these in place."""

@@ -16,11 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lrattnres.config import Routing
+from lrattnres.config import DepthConfig, Routing
+from lrattnres.depth.ablations import Ablations, beyond_plain
 from lrattnres.depth.groups import cheapest, single, steps
 from lrattnres.depth.keys import PROJECTED, SLICED, VALUE, KeyRule, Source
 from lrattnres.depth.plan import DepthPlan
-from lrattnres.kernels.backends import KERNELS, DepthKernels, Part
+from lrattnres.depth.reads import Depth as Depth
+from lrattnres.depth.reads import columns, read_in_group
+from lrattnres.kernels.backends import KERNELS, DepthKernels
 from lrattnres.kernels.reference import depth_attention, depth_weights, rms_norm
 
 
@@ -40,28 +43,14 @@ VARIANTS = {
 }
 
 
-class Depth(NamedTuple):
-    """All that has been written so far: immutable, so that nothing survives from one forward pass to the next.
-
-    sources: the embedding and the complete blocks; partial: the open block's sum so far; stream: o_0 + Σ o_i.
-    What a variant never reads is None or empty. read: RMSNorm(h) of the next site; parts: for every further site of its
-    group, what has been read of the sources so far.
-    """
-
-    sources: tuple[Source, ...]
-    partial: Source | None
-    stream: Tensor | None
-    read: Tensor
-    parts: tuple[tuple[Part, ...], ...]
-
-
 class DepthRouter(nn.Module):
     """Plan, key rule and routing of one model; owns all queries (and W_0, where keys are projected).
 
     queries: float32 [M, r], one for each site but the first; zero at the start, so that every read begins as the
     mean of its sources. `emit_dim`: columns that each output projection writes beyond its d: r if keys are
     projected, else 0. `kernels` say how reads are computed, and whether several sites are read together: `starts`
-    (by default what moves the fewest bytes) are the first sites of the groups.
+    (by default what moves the fewest bytes) are the first sites of the groups. `options`: ablations; those that change
+    more than a factor of the logits are read one site at a time, in plain torch (ValueError for other kernels).
     """
 
     def __init__(
@@ -72,25 +61,38 @@ class DepthRouter(nn.Module):
         rank: int | None = None,
         kernels: DepthKernels = KERNELS["reference"],
         starts: Sequence[int] | None = None,
+        options: DepthConfig | None = None,
     ):
         super().__init__()
         self.plan, self.variant, self.dim, self.kernels = plan, variant, dim, kernels
-        keys = variant.keys
+        keys, options = variant.keys, options or DepthConfig()
         if keys is not None and keys.ranked and (rank is None or not 1 <= rank <= dim):
             raise ValueError(f"rank={rank}: must be between 1 and dim={dim}")
         self.rank = 0 if keys is None else rank if keys.ranked and rank else dim
         self.emit_dim = self.rank if keys and keys.emits else 0
         self.queries = nn.Parameter(torch.zeros(plan.sublayers, self.rank)) if keys else None
-        self.embedding_key = nn.Linear(dim, self.rank, bias=False) if self.emit_dim else None
+        keyed = self.emit_dim and (plan.embedding or plan.states)  # else nobody reads the embedding's key
+        self.embedding_key = nn.Linear(dim, self.rank, bias=False) if keyed else None
+        self.ablations = Ablations(options, plan, self.rank, dim) if keys else None
+        beyond = beyond_plain(options) if keys else []
+        if beyond and kernels.plain:
+            raise ValueError(f"{', '.join(beyond)}: kernels={kernels.name} do not compute it; take reference or compiled")
+        self.alone = bool(beyond)
         starts = starts or (cheapest(plan, self.rank / dim) if kernels.grouped and keys else single(plan))
-        self.steps = steps(plan, tuple(starts))
+        self.steps = () if self.alone else steps(plan, tuple(starts))
+
+    @property
+    def heads(self) -> int:
+        return self.ablations.scoring.heads if self.ablations else 1
 
     def begin(self, embedding: Tensor) -> Depth:
         """The state before the first sub-layer; embedding: [..., d]."""
-        emitted = F.linear(embedding, self.embedding_key.weight.to(embedding.dtype)) if self.embedding_key else None
-        stream = embedding if self.variant.routing is Routing.add else None
-        empty = Depth((), None, stream, embedding, ())
-        return self._arrive(empty, 0, Source(embedding, emitted))
+        newest = Source(embedding)
+        if self.embedding_key is not None:
+            key = F.linear(embedding, self.embedding_key.weight.to(embedding.dtype))
+            newest = self._written(embedding, key) if self.plan.states else Source(embedding, key)
+        stream = embedding if self.variant.routing is Routing.add or self.plan.states else None
+        return self._arrive(Depth((), None, stream, embedding, ()), 0, newest)
 
     def read(self, depth: Depth, site: int) -> Tensor:
         """RMSNorm(h) of a site, [..., d]: the input of sub-layer `site`, or of the head at site M."""
@@ -99,50 +101,61 @@ class DepthRouter(nn.Module):
     def write(self, depth: Depth, site: int, output: Tensor) -> Depth:
         """The state after sub-layer `site` wrote `output`, [..., d + emit_dim]: the value, then the key rows."""
         value, emitted = output.split([self.dim, self.emit_dim], dim=-1)
-        stream = None if depth.stream is None else depth.stream + value
-        written = self.variant.keys.written(value, emitted) if self.variant.keys else Source(value)
-        return self._arrive(depth._replace(stream=stream), site + 1, written)
+        depth = depth if depth.stream is None else depth._replace(stream=depth.stream + value)
+        return self._arrive(depth, site + 1, self._written(value, emitted))
+
+    def _written(self, value: Tensor, emitted: Tensor) -> Source:
+        if self.variant.keys is None or self.ablations is None:
+            return Source(value)
+        return self.variant.keys.written(value, emitted, self.ablations.scoring.normalize)
 
     def _arrive(self, depth: Depth, site: int, newest: Source) -> Depth:
-        """The state at a site, given what was written last: the site's read is made, and others are prepared."""
+        """The state at a site, given what was written last: the site's h is made, and normalised."""
         if self.variant.keys is None:
             assert depth.stream is not None
-            sources = depth.sources or (newest,)
-            return depth._replace(sources=sources, read=rms_norm(depth.stream))
-        step, replaces = self.steps[site], self.variant.routing is Routing.replace
-        if depth.partial and depth.partial.emitted is not None and newest.emitted is not None:
-            newest = newest._replace(emitted=depth.partial.emitted + newest.emitted)
-        owned = (*depth.sources, newest) if step.opens else (newest,)
-        reading = self.kernels.read(
-            self._queries(site, step.later + 1),
-            [source.value for source in owned],
-            [source.emitted for source in owned if source.emitted is not None],
-            depth.partial.value if depth.partial else None,
-            () if step.opens else depth.parts[0],
-            normalize=replaces,
-            passes=step.passes,
-        )
-        all_sources = tuple(map(Source, reading.values, reading.keys or [None] * len(reading.values)))
-        all_sources = all_sources if step.opens else (*depth.sources, *all_sources)
-        complete = site == 0 or self.plan.closes(site - 1)
-        read = reading.out
-        if not replaces:  # Site 0 has one source: it is what is read, and adding it to the stream would double it.
-            assert depth.stream is not None
-            read = rms_norm(read if site == 0 else depth.stream + read)
-        return Depth(
-            all_sources if complete else all_sources[:-1],
-            None if complete else all_sources[-1],
-            depth.stream,
-            read,
-            _prepared(reading.parts, () if step.opens else depth.parts[1:]),
-        )
+            return depth._replace(sources=depth.sources or (newest,), read=rms_norm(depth.stream))
+        replaces = self.variant.routing is Routing.replace
+        depth = (self._read_alone if self.alone else self._read_in_group)(depth, site, newest, normalize=replaces)
+        if replaces:
+            return depth
+        assert depth.stream is not None
+        # Site 0 has one source: it is what is read, and adding it to the stream would double it.
+        return depth._replace(read=rms_norm(depth.read if site == 0 else depth.stream + depth.read))
 
-    def _queries(self, site: int, count: int) -> Tensor:
-        """[count, r], of this site and those after it; site 0 has no query, and with one source any would do."""
-        assert self.queries is not None
+    def _read_in_group(self, depth: Depth, site: int, newest: Source, *, normalize: bool) -> Depth:
+        """One operator reads for this site, and for the later ones of its group."""
+        assert self.queries is not None and self.ablations is not None
+        step = self.steps[site]
+        # Site 0 has no query, and with one source any would do.
+        queries = self.queries[site - 1 : site + step.later] if site else F.pad(self.queries[: step.later], (0, 0, 1, 0))
+        queries = self.ablations.rescaled(queries)
+        return read_in_group(depth, newest, queries, step, self.kernels, complete=self._complete(site), normalize=normalize)
+
+    def _read_alone(self, depth: Depth, site: int, newest: Source, *, normalize: bool) -> Depth:
+        """The site reads by itself, from sources that are as the ablations want them."""
+        assert self.ablations is not None
+        newest, complete = self._accumulated(depth, newest), self._complete(site)
+        depth = depth.receives(self.ablations.scaled(newest, site) if complete else newest, complete)
+        sources = self._sources(depth, site)
         if site == 0:
-            return F.pad(self.queries[: count - 1], (0, 0, 1, 0))
-        return self.queries[site - 1 : site - 1 + count]
+            (embedding,) = sources
+            return depth._replace(read=rms_norm(embedding.value) if normalize else embedding.value)
+        query, (values, keys) = self._query(site, sources), columns(sources)
+        scoring = self.ablations.scoring
+        reading = self.kernels.read(query.unsqueeze(0), values, keys, normalize=normalize, passes=False, scoring=scoring)
+        return depth._replace(read=reading.out)
+
+    def _accumulated(self, depth: Depth, newest: Source) -> Source:
+        """The open block's sum with the newest output, or the state after it."""
+        if not self.plan.states or not depth.sources:
+            return newest if depth.partial is None else depth.partial.plus(newest)
+        assert depth.stream is not None
+        before = (depth.partial or depth.sources[-1]).emitted
+        return Source(depth.stream, None if before is None or newest.emitted is None else before + newest.emitted)
+
+    def _complete(self, site: int) -> bool:
+        """Whether a site's newest source is the embedding or a whole block."""
+        return site == 0 or self.plan.closes(site - 1)
 
     def hidden(self, depth: Depth, site: int) -> Tensor:
         """h of a site before its RMSNorm, [..., d]."""
@@ -152,29 +165,35 @@ class DepthRouter(nn.Module):
         if self.variant.keys is None:
             assert depth.stream is not None
             return depth.stream
-        mixture = depth_attention(self._query(site), self._keys(depth), [s.value for s in self._sources(depth)])
-        return mixture if depth.stream is None else depth.stream + mixture
+        sources = self._sources(depth, site)
+        values = [source.value for source in sources]
+        assert self.ablations is not None
+        mixture = depth_attention(self._query(site, sources), self._keys(sources), values, self.ablations.scoring)
+        if self.variant.routing is Routing.replace:
+            return mixture
+        assert depth.stream is not None
+        return depth.stream + mixture
 
     def weights(self, depth: Depth, site: int) -> Tensor | None:
-        """α of a site, float32 [..., sources], in the order of `plan.sources(site)`; None where nothing routes."""
-        if site == 0 or self.variant.keys is None:
+        """α of a site, float32 [..., sources], in the order of `plan.sources(site)`; None where nothing routes.
+
+        [..., heads, sources] for several heads.
+        """
+        if site == 0 or self.ablations is None:
             return None
-        return depth_weights(self._query(site), self._keys(depth))
+        sources = self._sources(depth, site)
+        return depth_weights(self._query(site, sources), self._keys(sources), self.ablations.scoring)
 
-    def _query(self, site: int) -> Tensor:
-        assert self.queries is not None
-        return self.queries[site - 1]
+    def _query(self, site: int, sources: tuple[Source, ...]) -> Tensor:
+        assert self.queries is not None and self.ablations is not None
+        return self.ablations.query(self.queries[site - 1], site, sources[-1])
 
-    def _sources(self, depth: Depth) -> tuple[Source, ...]:
-        return depth.sources if depth.partial is None else (*depth.sources, depth.partial)
+    def _sources(self, depth: Depth, site: int) -> tuple[Source, ...]:
+        """What a site reads, in the order of `plan.sources(site)`."""
+        assert self.ablations is not None
+        written = depth.sources if depth.partial is None else (*depth.sources, self.ablations.scaled(depth.partial, site))
+        return written if self.plan.embedding or site == 0 else written[1:]
 
-    def _keys(self, depth: Depth) -> list[Tensor]:
+    def _keys(self, sources: tuple[Source, ...]) -> list[Tensor]:
         assert self.variant.keys is not None
-        return [self.variant.keys.key(source, self.rank) for source in self._sources(depth)]
-
-
-def _prepared(made: tuple[Part, ...], before: tuple[tuple[Part, ...], ...]) -> tuple[tuple[Part, ...], ...]:
-    """What is known of each later site of the group, with the parts that the newest operator added to it."""
-    if not made:
-        return before
-    return tuple((*parts, part) for parts, part in zip(before or [()] * len(made), made, strict=True))
+        return [self.variant.keys.key(source, self.rank) for source in sources]

@@ -17,7 +17,7 @@ from lrattnres.evaluation.diagnostics import diagnose
 from lrattnres.evaluation.heldout import HeldOut, evaluate
 from lrattnres.kernels.backends import choose_kernels
 from lrattnres.model.attention import choose_attention
-from lrattnres.model.transformer import Transformer, build_model
+from lrattnres.model.transformer import Transformer, beyond_kernels, build_model
 from lrattnres.ranks import start_ranks
 from lrattnres.runs.checkpoint import Checkpoint, Checkpoints
 from lrattnres.runs.files import to_json, write_atomic
@@ -64,7 +64,7 @@ def evaluate_run(config: EvalConfig) -> Evaluation:
     _check_identity(folder, dataset)
     model = _load(settings, checkpoint)
 
-    chosen = f"attention {model.attention.name}, depth kernels {model.router.kernels.name}"
+    chosen = f"attention {model.attention.name}, depth kernels {model.router.kernels.name} ({model.router.kernels.reason})"
     say(f"{checkpoint.path}: {model.head.weight.device}, {settings.precision.name}, {chosen}")
     budget = settings.evaluation
     windows = dataset.held_out_windows(budget.tokens, budget.batch)
@@ -138,7 +138,7 @@ def _load(settings: TrainConfig, checkpoint: Checkpoint) -> Transformer:
     device, dtype = resolve_device(settings.device), DTYPES[settings.precision]
     try:
         attention = choose_attention(settings.attention.name, device, dtype, training=False)
-        kernels = choose_kernels(settings.kernels.name, device, dtype, compiled=False)
+        kernels = choose_kernels(settings.kernels.name, device, dtype, compiled=False, beyond=beyond_kernels(settings.model))
     except ValueError as fault:
         raise ConfigError([str(fault)]) from fault
     model = build_model(settings.model, seed=None, device=device, attention=attention, dtype=dtype, kernels=kernels)

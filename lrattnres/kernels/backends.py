@@ -20,13 +20,16 @@ from lrattnres.kernels.reference import Part, Reading
 class DepthKernels(NamedTuple):
     """name: of the table. read: see `reference.read`. grouped: whether reading many sites at once saves time here.
 
-    obstacle(device, dtype): why it cannot run, or None.
+    obstacle(device, dtype): why it cannot run, or None. plain: whether it takes the plain `Scoring` only, and queries
+    that do not depend on the input. reason: why it was chosen.
     """
 
     name: str
     read: Callable[..., Reading]
     grouped: bool
     obstacle: Callable[[torch.device, torch.dtype], str | None]
+    plain: bool
+    reason: str = ""
 
 
 def _triton_read(*arguments: Any, **options: Any) -> Reading:
@@ -67,27 +70,40 @@ def _compiler_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
 KERNELS = {
     backend.name: backend
     for backend in (
-        DepthKernels("triton", _triton_read, True, _triton_obstacle),
-        DepthKernels("compiled", _compiled_read, False, _compiler_obstacle),
-        DepthKernels("reference", reference.read, False, lambda device, dtype: None),
+        DepthKernels("triton", _triton_read, True, _triton_obstacle, plain=True),
+        DepthKernels("compiled", _compiled_read, False, _compiler_obstacle, plain=False),
+        DepthKernels("reference", reference.read, False, lambda device, dtype: None, plain=False),
     )
 }
 
 
-def choose_kernels(name: str, device: torch.device, dtype: torch.dtype, *, compiled: bool) -> DepthKernels:
-    """The backend called `name`. `auto` is Triton on a GPU; on a CPU `compiled` if the model is `compiled` too, else
-    `reference`, which starts at once: compiling pays off after some hundred steps only.
+def choose_kernels(
+    name: str, device: torch.device, dtype: torch.dtype, *, compiled: bool, beyond: Sequence[str] = ()
+) -> DepthKernels:
+    """The backend called `name`, with the reason. `auto` is Triton on a GPU; else `compiled` if the model is `compiled` too,
+    else `reference`, which starts at once: compiling pays off after some hundred steps only.
 
-    Raises ValueError saying why a named one cannot run on this machine, and what to write instead.
+    beyond: settings, as key=value, that need more than the plain operator. Raises ValueError saying why a named backend
+    cannot run on this machine or take these settings, and what to write instead.
     """
-    if name == "auto":
-        candidates = ("triton",) if device.type == "cuda" else ("compiled",) if compiled else ()
-        able = (KERNELS[key] for key in candidates if KERNELS[key].obstacle(device, dtype) is None)
-        return next(able, KERNELS["reference"])
-    obstacle = KERNELS[name].obstacle(device, dtype)
-    if obstacle:
-        raise ValueError(f"kernels={name}: {obstacle}; or write kernels=auto or kernels=reference")
-    return KERNELS[name]
+    if name != "auto":
+        obstacle = KERNELS[name].obstacle(device, dtype) or _beyond(KERNELS[name], beyond)
+        if obstacle:
+            raise ValueError(f"kernels={name}: {obstacle}; or write kernels=auto or kernels=reference")
+        return KERNELS[name]._replace(reason="as asked for")
+    refused: list[str] = []
+    for backend in KERNELS.values():
+        other = "this is no GPU" if backend.name == "triton" and device.type != "cuda" else None
+        other = "the model is not compiled" if backend.name == "compiled" and not compiled else other
+        obstacle = other or backend.obstacle(device, dtype) or _beyond(backend, beyond)
+        if obstacle is None:
+            return backend._replace(reason="; ".join(["chosen by kernels=auto", *refused]))
+        refused.append(f"not {backend.name}: {obstacle}")
+    raise AssertionError("the reference runs everywhere")
+
+
+def _beyond(backend: DepthKernels, beyond: Sequence[str]) -> str | None:
+    return f"it does not compute {', '.join(beyond)}" if backend.plain and beyond else None
 
 
 def depth_attention(

@@ -25,27 +25,53 @@ def rms_norm(x: Tensor) -> Tensor:
     return F.rms_norm(_wide(x), x.shape[-1:], eps=EPSILON).to(x.dtype)
 
 
-def depth_weights(query: Tensor, keys: Sequence[Tensor]) -> Tensor:
+class Scoring(NamedTuple):
+    """How a key is scored; the defaults are what every kernel computes. normalize: score RMSNorm(key), else the key.
+
+    heads: query, key and value are cut into as many equal slices, each with a softmax of its own over the sources;
+    a slice of the key is normalised by itself, and the mixtures lie side by side.
+    """
+
+    normalize: bool = True
+    heads: int = 1
+
+    def split(self, x: Tensor) -> Tensor:
+        """[..., heads, width / heads] of [..., width]; one head is left without a dimension of its own."""
+        return x if self.heads == 1 else x.unflatten(-1, (self.heads, -1))
+
+    def join(self, x: Tensor) -> Tensor:
+        """What `split` cut."""
+        return x if self.heads == 1 else x.flatten(-2)
+
+
+PLAIN = Scoring()
+
+
+def depth_weights(query: Tensor, keys: Sequence[Tensor], scoring: Scoring = PLAIN) -> Tensor:
     """α = softmax over sources of query · RMSNorm(key), with neither scale nor bias.
 
-    query: [r]; keys: one [..., r] a source. Returns [..., number of sources] in float32.
+    query: [r], or [..., r] where it depends on the input; keys: one [..., r] a source. Returns float32
+    [..., number of sources], or [..., heads, number of sources] for several heads.
     """
-    return torch.softmax(depth_logits(query, keys), dim=-1)
+    return torch.softmax(depth_logits(query, keys, scoring), dim=-1)
 
 
-def depth_logits(query: Tensor, keys: Sequence[Tensor]) -> Tensor:
-    """query · RMSNorm(key) of every source: float32 [..., number of sources]."""
-    logits = []
-    for key in map(_wide, keys):
+def depth_logits(query: Tensor, keys: Sequence[Tensor], scoring: Scoring = PLAIN) -> Tensor:
+    """query · RMSNorm(key) of every source: float32 [..., number of sources], as in `depth_weights`."""
+    logits, query = [], scoring.split(query)
+    for key in map(_wide, map(scoring.split, keys)):
         # The dot product comes first, so that only a scalar a token is scaled, and no normalised key is kept.
-        mean_square = torch.linalg.vecdot(key, key) / key.shape[-1]
-        logits.append(key @ query.to(key.dtype) * torch.rsqrt(mean_square + EPSILON))
+        logit = key @ query.to(key.dtype) if query.dim() == 1 else torch.linalg.vecdot(key, query.to(key.dtype))
+        if scoring.normalize:
+            mean_square = torch.linalg.vecdot(key, key) / key.shape[-1]
+            logit = logit * torch.rsqrt(mean_square + EPSILON)
+        logits.append(logit)
     return torch.stack(logits, dim=-1)
 
 
-def depth_attention(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+def depth_attention(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scoring: Scoring = PLAIN) -> Tensor:
     """Σ α_i v_i over the sources; values: one [..., d] a source. Returns [..., d] in float32."""
-    return _weighted_sum(depth_weights(query, keys), values)
+    return scoring.join(_weighted_sum(depth_weights(query, keys, scoring), list(map(scoring.split, values))))
 
 
 def _weighted_sum(weights: Tensor, values: Sequence[Tensor]) -> Tensor:
@@ -83,21 +109,24 @@ def read(
     *,
     normalize: bool,
     passes: bool,
+    scoring: Scoring = PLAIN,
 ) -> Reading:
     """Depth attention for consecutive sites at once: finishes the read of the first, prepares those of the others.
 
-    queries [C, r]; values: K tensors [..., d], the last one lacking `addend` if there is one; keys: as many [..., r], or
-    none where the key is the last r coordinates of the value. `parts`: what the first query has read of other sources
-    already. Returns RMSNorm(h) if `normalize`, else h, in the type of the values. `passes`: whether a later operator
-    reads the returned sources too, so that gradients will come through them; plain torch need not know.
+    queries [C, r], or [C, ..., r] where they depend on the input; values: K tensors [..., d], the last one lacking
+    `addend` if there is one; keys: as many [..., r], or none where the key is the last r coordinates of the value. `parts`:
+    what the first query has read of other sources already; of several heads (`scoring`) their mixtures are
+    [..., heads, d / heads]. Returns RMSNorm(h) if `normalize`, else h, in the type of the values. `passes`: whether a later
+    operator reads the returned sources too, so that gradients will come through them; plain torch need not know.
     """
     if addend is not None:
         values = (*values[:-1], addend + values[-1])
     rank = queries.shape[-1]
     made = keys or [value[..., value.shape[-1] - rank :] for value in values]
-    logits = [depth_logits(query, made) for query in queries.unbind()]
+    logits = [depth_logits(query, made, scoring) for query in queries.unbind()]
+    mixed = list(map(scoring.split, values))
     all_logits = torch.cat([logits[0], *(part.stats.unsqueeze(-1) for part in parts)], dim=-1)
-    hidden = _weighted_sum(torch.softmax(all_logits, dim=-1), [*values, *(part.mixture for part in parts)])
+    hidden = scoring.join(_weighted_sum(torch.softmax(all_logits, dim=-1), [*mixed, *(part.mixture for part in parts)]))
     out = (rms_norm(hidden) if normalize else hidden).to(values[0].dtype)
-    prepared = tuple(Part(_weighted_sum(torch.softmax(s, dim=-1), values), s.logsumexp(-1)) for s in logits[1:])
+    prepared = tuple(Part(_weighted_sum(torch.softmax(s, dim=-1), mixed), s.logsumexp(-1)) for s in logits[1:])
     return Reading(out, tuple(values), tuple(keys), prepared)

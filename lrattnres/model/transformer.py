@@ -10,21 +10,32 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lrattnres.config import ModelConfig
-from lrattnres.depth.plan import DepthPlan
+from lrattnres.depth.ablations import beyond_plain
+from lrattnres.depth.plan import plan_of
 from lrattnres.depth.router import VARIANTS, Depth, DepthRouter
 from lrattnres.kernels.backends import KERNELS, DepthKernels
 from lrattnres.model.attention import BACKENDS, AttentionBackend, Mask
 from lrattnres.model.layers import Attention, Context, Linear, SwiGLU, rotation
 
+# Weights that start at a constant; queries do too, unless they are asked to be normal.
+CONSTANTS = {"router.ablations.query_projections": 0.0, "router.ablations.source_scales": 1.0}
+
 Observer = Callable[[int, Depth], None]
 
 
 def build_router(config: ModelConfig, kernels: DepthKernels) -> DepthRouter:
-    """The router that `model.residual`, `rank`, `blocks` and `routing` describe."""
+    """The router that `model.residual`, `rank`, `blocks`, `routing` and `depth` describe."""
     variant = VARIANTS[config.residual]
     if config.routing is not None:
         variant = variant._replace(routing=config.routing)
-    return DepthRouter(DepthPlan(2 * config.layers, config.blocks), variant, config.dim, config.rank, kernels)
+    plan = plan_of(config)
+    return DepthRouter(plan, variant, config.dim, config.rank, kernels, options=config.depth)
+
+
+def beyond_kernels(config: ModelConfig) -> list[str]:
+    """The settings of the residual path that only plain torch computes, as key=value."""
+    variant = VARIANTS.get(config.residual)
+    return beyond_plain(config.depth) if variant and variant.keys else []
 
 
 class Transformer(nn.Module):
@@ -103,19 +114,21 @@ def build_model(
 
 @torch.no_grad()
 def initialize(model: Transformer, seed: int) -> None:
-    """Normal with `init_std` everywhere, zero for queries.
+    """Normal with `init_std` everywhere; queries normal with `depth.query_std`, zero unless it is set; scales one.
 
     Each weight has a random stream of its own, keyed on (seed, its name) and drawn on the CPU. So equal names have
     equal weights in every variant and on every device, in whatever order they are filled; and a rank that holds shards
     draws each weight whole, one at a time, and keeps its own part.
     """
+    stds = {"router.queries": model.config.depth.query_std, **dict.fromkeys(CONSTANTS, 0.0)}
     for name, weight in model.named_parameters():
-        if name == "router.queries":
-            weight.zero_()
+        std = stds.get(name, model.config.init_std)
+        if std == 0:
+            weight.fill_(CONSTANTS.get(name, 0.0))
             continue
         digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        full = torch.empty(weight.shape).normal_(std=model.config.init_std, generator=generator)
+        full = torch.empty(weight.shape).normal_(std=std, generator=generator)
         if isinstance(weight, DTensor):  # cut on every rank alike: nothing has to be sent
             weight.copy_(distribute_tensor(full.to(weight.device), weight.device_mesh, weight.placements, src_data_rank=None))
         else:

@@ -22,11 +22,13 @@ class Owner:
     patterns: tuple[str, ...]
 
 
+DEPTH = ("router.ablations.query_projections", "router.ablations.source_scales")  # small, and start at a constant, as queries do
+
 OWNERS = (
     # Matrices that act on hidden states, each as it is stored: qkv, up_gate, and output with its key rows, are one each.
     Owner("muon", ("sublayers.*.input.weight", "sublayers.*.output.weight", "router.embedding_key.weight")),
     # Lookup tables and vectors, whose rows are no basis of one linear map.
-    Owner("adam", ("embedding.weight", "head.weight", "router.queries")),
+    Owner("adam", ("embedding.weight", "head.weight", "router.queries", *DEPTH)),
 )
 
 

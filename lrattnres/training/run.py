@@ -14,10 +14,11 @@ from torch import distributed
 from lrattnres.checks import DTYPES, resolve_device
 from lrattnres.config import Compile, TrainConfig, plain
 from lrattnres.data.dataset import Dataset, open_dataset
+from lrattnres.depth.ablations import changed
 from lrattnres.depth.cost import Cost, cost
 from lrattnres.kernels.backends import choose_kernels
 from lrattnres.model.attention import choose_attention
-from lrattnres.model.transformer import Transformer, build_model
+from lrattnres.model.transformer import Transformer, beyond_kernels, build_model
 from lrattnres.optim.groups import assign, ownership_table
 from lrattnres.ranks import Ranks
 from lrattnres.runs.checkpoint import Checkpoint, CheckpointError, Checkpoints
@@ -173,7 +174,9 @@ def _build(config: TrainConfig, parallel: Parallel) -> tuple[Transformer, dict[s
     """The model with its initial weights, or this rank's shards of them, and what was chosen for this machine."""
     device, dtype = resolve_device(config.device), DTYPES[config.precision]
     attention = choose_attention(config.attention.name, device, dtype, training=True)
-    kernels = choose_kernels(config.kernels.name, device, dtype, compiled=config.compile is not Compile.off)
+    kernels = choose_kernels(
+        config.kernels.name, device, dtype, compiled=config.compile is not Compile.off, beyond=beyond_kernels(config.model)
+    )
     model = build_model(
         config.model,
         seed=config.seed,
@@ -247,6 +250,7 @@ def _opening(
     router = config.model
     blocks = f"{router.blocks} blocks" if router.blocks else "every sub-layer a source"
     depth = f"{router.residual}, {blocks}, rank {model.router.rank}" if model.router.variant.keys else router.residual
+    depth = ", ".join([depth, *changed(router.depth).values()])
     parameters = sum(parameter.numel() for parameter in model.parameters())
     facts = {
         "run": folder.path,
@@ -255,6 +259,7 @@ def _opening(
         "data": dataset.description,
         "batch": f"{config.global_batch} x {router.context} tokens a step, {config.steps:,} steps",
         "machine": ", ".join(f"{name} {value}" for name, value in choices.items() if not name.startswith("peak")),
+        "kernels": f"{model.router.kernels.name}, {model.router.kernels.reason}",
         "peak": f"{choices['peak_flops'] / 1e12:.3g} TFLOP/s ({choices['peak_from']})",
     }
     lines = [f"{name:<10}{value}" for name, value in facts.items()]
