@@ -60,12 +60,10 @@ def depth_logits(query: Tensor, keys: Sequence[Tensor], scoring: Scoring = PLAIN
     """query · RMSNorm(key) of every source: float32 [..., number of sources], as in `depth_weights`."""
     logits, query = [], scoring.split(query)
     for key in map(_wide, map(scoring.split, keys)):
-        # The dot product comes first, so that only a scalar a token is scaled, and no normalised key is kept.
+        # The dot product is scaled, not the key: only a scalar a token, and no normalised key is kept.
+        scale = torch.rsqrt(torch.linalg.vecdot(key, key) / key.shape[-1] + EPSILON) if scoring.normalize else None
         logit = key @ query.to(key.dtype) if query.dim() == 1 else torch.linalg.vecdot(key, query.to(key.dtype))
-        if scoring.normalize:
-            mean_square = torch.linalg.vecdot(key, key) / key.shape[-1]
-            logit = logit * torch.rsqrt(mean_square + EPSILON)
-        logits.append(logit)
+        logits.append(logit if scale is None else logit * scale)
     return torch.stack(logits, dim=-1)
 
 
