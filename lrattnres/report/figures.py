@@ -19,10 +19,11 @@ matplotlib.use("Agg")  # pictures are files; a report needs no display
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 
 from lrattnres.depth.router import VARIANTS
 from lrattnres.report.compare import Entry, Group
-from lrattnres.report.measured import per_site
+from lrattnres.report.measured import held_out, per_site
 from lrattnres.report.paper import SHARPNESS, TABLE1
 from lrattnres.report.read import finite
 from lrattnres.report.tables import added_percent
@@ -68,7 +69,7 @@ def loss_against_cost(group: Group) -> Picture:
         panel.set(xlabel="added FLOPs, % of the plain core", ylabel="held-out loss (nats per token)", title=whose)
         panel.grid(alpha=0.25)
     handles = {label: handle for panel in axes for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=6, fontsize=8)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=7, fontsize=8)
     caption = "Numbers are rows of Table 1; bars are the spread over seeds. The two panels have axes of their own."
     caption += f" Without a cost or a finite loss: {', '.join(lacking)}." if lacking else ""
     columns = ("whose", "row", "residual", "blocks", "rank", "added_flops_percent", "val_loss", "spread")
@@ -92,7 +93,11 @@ def loss_curves(group: Group) -> Picture:
     figure, rows, lacking = _panels(group, draw, "tokens", "loss (nats per token)")
     for panel in figure.axes:
         panel.set_xscale("log")
-    caption = "Lines: training loss, averaged over seeds and short stretches of steps. Dots: held-out loss." + _lacking(lacking)
+        panel.xaxis.set_major_formatter(EngFormatter(sep=""))
+    caption = (
+        "Lines: training loss, averaged over the seeds that a run has and short stretches of steps. Dots: held-out loss."
+        + _lacking(lacking)
+    )
     columns = ("run", "loss_of", "tokens", "loss")
     return Picture(f"{group.name}_loss", "Loss curves", caption, figure, columns, rows)
 
@@ -118,6 +123,8 @@ def loss_differences(group: Group) -> Picture | None:
         return bool(points)
 
     figure, rows, lacking = _panels(group, draw, "tokens", "loss - baseline (nats per token)")
+    for panel in figure.axes:
+        panel.xaxis.set_major_formatter(EngFormatter(sep=""))
     late = finite([row[2] for row in rows if row[1] > 0.3 * group.runs[0].tokens and row[0] != plain.label])
     if late:  # the first steps differ by far more, and would flatten the rest
         low, high = min(0.0, *np.percentile(late, [1, 99])), max(0.0, *np.percentile(late, [1, 99]))
@@ -164,6 +171,9 @@ def _sites(group: Group, name: str, title: str, axis: str, caption: str, file: s
     if not rows:
         plt.close(figure)
         return None
+    shown = [entry for entry in group.entries if entry.choice.routed and entry.label not in lacking]
+    training = [entry.label for entry in shown if not held_out(entry)]
+    caption += f" On training tokens, for want of held-out ones: {', '.join(training)}." if training else ""
     return Picture(f"{group.name}_{file}", title, caption + _lacking(lacking), figure, ("run", "site", name), rows)
 
 
@@ -181,12 +191,16 @@ def _panels(
     wide = min(3, len(names))
     tall = math.ceil(len(names) / wide)
     figure, axes = plt.subplots(
-        tall, wide, figsize=(4.3 * wide + 0.6, 3.9 * tall), layout="constrained", squeeze=False, sharex=True, sharey=True
+        tall, wide, figsize=(4.3 * wide + 0.6, 3.9 * tall), layout="constrained", squeeze=False, sharex=True
     )
+    first: dict[str, Any] = {}
     rows: list[tuple[Any, ...]] = []
     lacking: list[str] = []
     for panel, name in zip(axes.flat, names, strict=False):
         members = families.get(name, [])
+        kind = name.rpartition(", ")[2] if routed else ""  # full routing has many more sources than blocks
+        if first.setdefault(kind, panel) is not panel:
+            panel.sharey(first[kind])
         for number, entry in enumerate([*([plain] if plain else []), *members]):
             again = entry is plain and name != names[0]
             style = _style(number - bool(plain)) | {"label": entry.label}
@@ -194,6 +208,7 @@ def _panels(
             lacking += [] if drawn or again else [entry.label]
         panel.set(title=name, xlabel=across)
         panel.tick_params(labelbottom=True)
+        panel.autoscale_view()
         panel.grid(alpha=0.25)
         if panel.get_legend_handles_labels()[0]:
             panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=2, fontsize=7.5, frameon=False)
@@ -205,17 +220,44 @@ def _panels(
 
 
 def _scatter(panel: Any, rows: Sequence[tuple[Any, ...]]) -> None:
-    """(row, residual, blocks, rank, percent, loss, spread) as points; neighbours get their names on different sides."""
-    names = list(VARIANTS)
-    for number, (row, residual, blocks, _, percent, loss, spread) in enumerate(sorted(rows, key=lambda row: row[4:6])):
-        color = GREY if residual not in VARIANTS or VARIANTS[residual].keys is None else PALETTE[names.index(residual) - 1]
+    """(row, residual, blocks, rank, percent, loss, spread) as points with the names of their rows."""
+    for _, residual, blocks, _, percent, loss, spread in sorted(rows, key=lambda row: (_place(row[1]), row[2] or 99)):
         routed = residual not in VARIANTS or VARIANTS[residual].keys is not None
         label = " ".join([residual, *([f"N={blocks}" if blocks else "full"] if routed else [])])
-        marker = MARKERS.get(blocks, "P") if routed else "*"
-        panel.errorbar(percent, loss, spread, fmt=marker, color=color, markersize=7, capsize=3, label=label)
-        side = ((7, 4), (7, -11))[number % 2]
-        panel.annotate(row, (percent, loss), xytext=side, textcoords="offset points", fontsize=8, color=color)
-    panel.margins(0.12)
+        color = PALETTE[(_place(residual) - 1) % len(PALETTE)] if routed else GREY
+        panel.errorbar(percent, loss, spread, fmt="none", ecolor=color, capsize=3, zorder=1)
+        panel.plot(
+            percent, loss, MARKERS.get(blocks, "P") if routed else "*", color=color, markersize=6, label=label, linestyle=""
+        )
+    panel.margins(0.14)
+    _name_points(panel, [(row[0], row[4], row[5]) for row in rows])
+
+
+def _place(residual: str) -> int:
+    names = list(VARIANTS)
+    return names.index(residual) if residual in names else len(names)
+
+
+def _name_points(panel: Any, points: Sequence[tuple[str, float, float]]) -> None:
+    """Each name on the side of its point where it is farthest from other points and from names set before it."""
+    low, high = panel.get_xlim(), panel.get_ylim()
+    panel.set(xlim=low, ylim=high)
+    size = 0.5 * panel.figure.get_figwidth() * 65, panel.figure.get_figheight() * 60  # of a panel, in points, about
+    spots = [((x - low[0]) / (low[1] - low[0]) * size[0], (y - high[0]) / (high[1] - high[0]) * size[1]) for _, x, y in points]
+    taken = list(spots)
+    for (name, x, y), (across, up) in sorted(zip(points, spots, strict=True)):
+        half = 2.6 * len(name)
+
+        def room(side: tuple[float, float], across: float = across, up: float = up, half: float = half) -> float:
+            centre = (across + side[0] * (half + 6), up + side[1] * 9)
+            inside = half < centre[0] < size[0] - half
+            others = [spot for spot in taken if spot != (across, up)]
+            return min([math.hypot((centre[0] - a) / max(half, 6), (centre[1] - b) / 6) for a, b in others] or [9]) + 9 * inside
+
+        side = max(((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1)), key=room)
+        offset = (side[0] * (half + 6), side[1] * 9)
+        panel.annotate(name, (x, y), offset, textcoords="offset points", ha="center", va="center", fontsize=8)
+        taken.append((across + offset[0], up + offset[1]))
 
 
 def _style(number: int) -> dict[str, Any]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 from lrattnres.config import ConfigError, TrainConfig, parse
 from lrattnres.report.compare import Entry, Group
@@ -14,14 +16,18 @@ from lrattnres.report.tables import MISSING, Table, number
 from lrattnres.training.memory import GB, estimate_memory
 
 
+def held_out(entry: Entry) -> list[Mapping[str, Any]]:
+    """Diagnostics of the seeds that were measured on held-out tokens; those made in training have no mean α."""
+    return [run.diagnostics for run in entry.runs if run.diagnostics and "mean_weight" in run.diagnostics]
+
+
 def per_site(entry: Entry, name: str) -> list[float | None] | None:
     """A diagnostic of each read site, averaged over seeds; None at sites that route nothing, or if no seed has it.
 
     Seeds measured on held-out tokens are preferred to those that only have it from training.
     """
-    known = [run.diagnostics for run in entry.runs if run.diagnostics and any(run.diagnostics.get(name) or ())]
-    held_out = [diagnostics for diagnostics in known if "mean_weight" in diagnostics]
-    columns = list(zip(*(diagnostics[name] for diagnostics in held_out or known), strict=True))
+    known = held_out(entry) or [run.diagnostics for run in entry.runs if run.diagnostics]
+    columns = list(zip(*(diagnostics[name] for diagnostics in known if any(diagnostics.get(name) or ())), strict=True))
     return [None if None in values else statistics.fmean(values) for values in columns] or None
 
 
@@ -36,7 +42,7 @@ def sharpness(group: Group) -> Table:
         if sites is not None:
             values = [value for value in sites if value is not None]
             deep = values[len(values) // 2 :]
-            of = sorted({run.diagnostics["of"] for run in entry.runs if run.diagnostics and "mean_weight" in run.diagnostics})
+            of = sorted({diagnostics["of"] for diagnostics in held_out(entry)})
             figures = (statistics.fmean(values), statistics.fmean(deep), max(values))
             rows.append((entry.label, *map(number, figures), "; ".join(of)))
         elif entry.choice.routed:
