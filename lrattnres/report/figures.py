@@ -32,6 +32,7 @@ PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 DASHES = ("-", "--", ":", "-.")
 GREY = "#555555"
 MARKERS = {None: "o", 4: "^", 8: "s", 16: "D"}
+EARLY = 0.05  # of training: the loss falls from the entropy of a guess, and would flatten the rest
 BINS = 120  # points of a curve: more than a panel can show
 Line = tuple[list[float], list[float]]
 
@@ -86,11 +87,15 @@ def loss_curves(group: Group) -> Picture:
         panel.plot([step * tokens for step in steps], losses, **style)
         rows += [(entry.label, "training", step * tokens, loss) for step, loss in zip(steps, losses, strict=True)]
         for step, loss in _by_step(point for run in entry.runs for point in run.series("val_loss")):
-            panel.plot(step * tokens, loss, "o", markersize=4, color=style["color"])
+            panel.plot(step * tokens, loss, "o", markersize=3, color=style["color"])
             rows.append((entry.label, "held out", step * tokens, loss))
         return bool(points)
 
     figure, rows, lacking = _panels(group, draw, "tokens", "loss (nats per token)")
+    later = finite([row[3] for row in rows if row[2] > EARLY * group.runs[0].tokens])
+    if later:
+        margin = 0.05 * (max(later) - min(later)) or 0.1
+        figure.axes[0].set_ylim(min(later) - margin, max(later) + margin)
     for panel in figure.axes:
         panel.set_xscale("log")
         panel.xaxis.set_major_formatter(EngFormatter(sep=""))

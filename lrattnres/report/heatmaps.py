@@ -52,13 +52,14 @@ def _picture(group: Group, kind: str, shown: list[tuple[Any, ...]], missing: str
         _ticks(panel, used, len(weights) - 1)
         for site, (labels, means) in enumerate(zip(diagnostics["sources"], diagnostics["mean_weight"], strict=True), start=1):
             rows += [(title, site, label, mean) for label, mean in zip(labels, means or [], strict=bool(means))]
-    for panel in list(axes.flat)[len(shown) :]:
+    kept, rest = axes.flat[: len(shown)], axes.flat[len(shown) :]
+    for panel in rest:
         panel.remove()
     for panel in axes[:, 0]:
         panel.set_ylabel("read site")
-    for panel in axes[-1, :]:
+    for panel in kept[-wide:]:
         panel.set_xlabel("source: embedding, or last\nsub-layer it sums")
-    figure.colorbar(picture, ax=axes, label="mean α", extend="max" if values.max() > ceiling else "neither", aspect=30)
+    figure.colorbar(picture, ax=list(kept), label="mean α", extend="max" if values.max() > ceiling else "neither", aspect=30)
     caption = (
         "Mean α over held-out tokens; grey: no such source. One scale of colours for all panels, cut at the 99.5th percentile, "
     )
