@@ -134,8 +134,10 @@ def conditions_of(run: Run) -> dict[str, Any]:
 
 
 def _host(run: Run, groups: list[Group]) -> Group | None:
-    """The group that `run` belongs to. What it cannot state (fingerprints), or what a match altered, is left out of the
-    comparison if that leaves exactly one group.
+    """The group that `run` belongs to.
+
+    What a match altered is left out of the comparison. So are the fingerprints where `run` has none: then the corpus must at
+    least lie where that of another run of the group does. Either way only if one group is left.
     """
     conditions, lenient = conditions_of(run), set(MATCHED) if choice_of(run).matched else set()
     exact = [group for group in groups if group.conditions == conditions]
@@ -146,11 +148,14 @@ def _host(run: Run, groups: list[Group]) -> Group | None:
     if not lenient:
         return None
     near = [group for group in groups if _without(group.conditions, lenient) == _without(conditions, lenient)]
-    if len(near) == 1:
-        if not run.identity:
-            near[0].notes.append(f"{run.name} has no fingerprints of corpus and tokenizer: only their names are known to agree.")
-        return near[0]
-    return None
+    if not run.identity:
+        root = run.settings["data.root"]
+        near = [group for group in near if any(member.settings["data.root"] == root for member in group.runs)]
+    if len(near) != 1:
+        return None
+    if not run.identity:
+        near[0].notes.append(f"{run.name} has no fingerprints of corpus and tokenizer: only their names are known to agree.")
+    return near[0]
 
 
 def _fill(group: Group) -> list[str]:

@@ -99,10 +99,8 @@ def loss_curves(group: Group) -> Picture:
     for panel in figure.axes:
         panel.set_xscale("log")
         panel.xaxis.set_major_formatter(EngFormatter(sep=""))
-    caption = (
-        "Lines: training loss, averaged over the seeds that a run has and short stretches of steps. Dots: held-out loss."
-        + _lacking(lacking)
-    )
+    caption = "Lines: training loss, averaged over the seeds that a run has and short stretches of steps. Dots: held-out loss. "
+    caption += f"The axis is cut to what comes after the first {EARLY:.0%} of training.{_lacking(lacking)}"
     columns = ("run", "loss_of", "tokens", "loss")
     return Picture(f"{group.name}_loss", "Loss curves", caption, figure, columns, rows)
 

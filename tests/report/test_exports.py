@@ -77,7 +77,7 @@ def test_an_export_gives_the_same_table_as_the_run_folder(tmp_path: Path, name: 
 
 def test_an_export_of_texts_elsewhere_is_not_taken_for_the_same(tmp_path: Path) -> None:
     export(tmp_path / "sliced", config({"data.root": "/other"}), "history.json", json.dumps(logged(1.75)))
-    run_folder(tmp_path / "plain", 2.0, tokenizer__name="gpt2")
+    run_folder(tmp_path / "plain", 2.0)
     assert len(compare(find_runs([tmp_path])[0])[0]) == 2
 
 

@@ -12,8 +12,13 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+import torch
 
 from lrattnres.config import TrainConfig, parse, plain
+from lrattnres.evaluation.diagnostics import diagnose
+from lrattnres.evaluation.run import Evaluation
+from lrattnres.model.attention import BACKENDS
+from lrattnres.model.transformer import build_model
 from lrattnres.report.build import build_report
 from lrattnres.report.compare import compare
 from lrattnres.report.figures import loss_against_cost, loss_differences
@@ -301,3 +306,24 @@ def test_what_training_writes_is_read_as_it_is(tmp_path: Path) -> None:
     assert faults == [] and run.val_loss == 2.5 and run.tokens == 128 and run.identity == {"corpus": "abc"}
     assert dict(run.settings) == {**run.settings, "model.residual": "p_lr", "z_loss": plain(settings)["z_loss"]}
     assert statistics.fmean(value for _, value in run.series("grad_norm")) == float("inf")
+
+
+@pytest.mark.parametrize("residual", ["p_lr", "baseline"])
+def test_what_evaluation_writes_is_read_as_it_is(tmp_path: Path, tiny_model_config, residual: str) -> None:
+    model = build_model(
+        tiny_model_config(residual=residual, blocks=2, layers=LAYERS),
+        seed=0,
+        device=torch.device("cpu"),
+        attention=BACKENDS["sdpa"],
+        dtype=torch.float32,
+    )
+    found = diagnose(model, [torch.randint(1, 31, (2, 13))], 0, documents=False)
+    folder = RunFolder(run_folder(tmp_path / "a", 2.0, **routed(residual, 1, 2)))
+    Evaluation(folder, STEPS, True, {}, found).write()
+    ((run,), faults) = find_runs([tmp_path])
+    assert faults == [] and run.diagnostics == found | {"of": "held-out tokens at step 4"}
+    (group,) = compare([run])[0]
+    # Zero queries: every read is the mean of its sources, of which site 5 has three: the embedding and two blocks.
+    assert {row[1:3]: row[3] for picture in heatmaps(group) for row in picture.rows}.get((5, "3-4")) == (
+        pytest.approx(1 / 3) if residual == "p_lr" else None
+    )
