@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,7 @@ def depth_heatmap(diagnostics: dict[str, Any], title: str, path: Path) -> None:
 
     Sources stand under the last sub-layer they sum, so that a block's partial and final sums share a column.
     """
-    columns = {"embedding": 0} | {str(end): end for end in range(1, len(diagnostics["sources"]))}
-    weights = np.full((len(diagnostics["sources"]), len(columns)), np.nan)
-    for site, (labels, means) in enumerate(zip(diagnostics["sources"], diagnostics["mean_weight"], strict=True)):
-        for label, mean in zip(labels, means or [], strict=bool(means)):
-            weights[site, columns[label.rsplit("-", 1)[-1]]] = mean
-    used = np.flatnonzero(~np.isnan(weights).all(axis=0))
+    weights, used = weight_grid(diagnostics)
     ceiling = np.nanpercentile(weights, 99.5)
     figure, axes = plt.subplots(figsize=(2.2 + 0.34 * len(used), 1.8 + 0.26 * len(weights)), layout="constrained")
     picture = axes.imshow(weights[1:, used], cmap="magma", vmin=0, vmax=ceiling, aspect="auto")
@@ -44,11 +40,24 @@ def depth_heatmap(diagnostics: dict[str, Any], title: str, path: Path) -> None:
         mean = weights[1 + row, used[column]]
         axes.text(column, row, f"{mean:.2f}", ha="center", va="center", size=7, color="w" if mean < 0.6 * ceiling else "k")
     axes.set_xticks(range(len(used)), ["emb" if column == 0 else str(column) for column in used])
-    axes.set_yticks(range(len(weights) - 1), [_site_name(site, len(weights) - 1) for site in range(1, len(weights))])
+    axes.set_yticks(range(len(weights) - 1), [site_name(site, len(weights) - 1) for site in range(1, len(weights))])
     axes.tick_params(labelsize=8)
     axes.set(xlabel="source: embedding, or last sub-layer it sums", ylabel="read site: sub-layer it feeds", title=title)
     figure.colorbar(picture, ax=axes, label="mean α", extend="max" if np.nanmax(weights) > ceiling else "neither")
     _save(figure, path)
+
+
+def weight_grid(diagnostics: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Mean α [sites, 1 + sub-layers], NaN where a site has no such source, and the columns that any site reads.
+
+    A source stands in the column of the last sub-layer it sums; the embedding in column 0.
+    """
+    columns = {"embedding": 0} | {str(end): end for end in range(1, len(diagnostics["sources"]))}
+    weights = np.full((len(diagnostics["sources"]), len(columns)), np.nan)
+    for site, (labels, means) in enumerate(zip(diagnostics["sources"], diagnostics["mean_weight"], strict=True)):
+        for label, mean in zip(labels, means or [], strict=bool(means)):
+            weights[site, columns[label.rsplit("-", 1)[-1]]] = mean
+    return weights, np.flatnonzero(~np.isnan(weights).all(axis=0))
 
 
 def site_curves(diagnostics: dict[str, Any], title: str, path: Path) -> None:
@@ -75,7 +84,8 @@ def site_curves(diagnostics: dict[str, Any], title: str, path: Path) -> None:
     _save(figure, path)
 
 
-def _site_name(site: int, head: int) -> str:
+def site_name(site: int, head: int) -> str:
+    """What a read site feeds, sub-layers counted from 1."""
     return "head" if site == head else f"{site + 1} {'mlp' if site % 2 else 'attn'}"
 
 

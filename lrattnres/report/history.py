@@ -1,0 +1,102 @@
+"""What was measured step by step: metrics.jsonl of a run folder, or the history of a W&B run as JSON or CSV."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lrattnres.runs.metrics import MetricsError, MetricsFile
+
+WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf, "NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class HistoryError(Exception):
+    """Measurements that cannot be read; `str` names the file, and the line if there is one."""
+
+
+def read_history(path: Path) -> list[dict[str, Any]]:
+    """The records of the run in folder `path`, by step; of a step that was repeated, the last values.
+
+    Raises HistoryError.
+    """
+    file = next((path / name for name in HISTORIES if (path / name).is_file()), None)
+    if file is None:
+        raise HistoryError(f"no {', '.join(HISTORIES)}")
+    try:
+        records = HISTORIES[file.name](file)
+    except (MetricsError, OSError, ValueError, csv.Error) as fault:
+        raise HistoryError(f"{file.name} cannot be read: {str(fault).replace(str(file), file.name)}") from fault
+    by_step: dict[int, dict[str, Any]] = {}
+    for number, record in enumerate(records, start=1):
+        step = record.get("step")
+        if isinstance(step, bool) or not isinstance(step, int | float) or step != step // 1:
+            raise HistoryError(f"{file.name} cannot be read: record {number} has no whole number `step`, but {step!r}")
+        by_step[int(step)] = by_step.get(int(step), {}) | record | {"step": int(step)}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def read_json(text: str) -> Any:
+    """JSON, numbers that are not finite in any of the spellings of Python, W&B and our own files. Raises ValueError."""
+    return _numbers(json.loads(text))
+
+
+def _numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_numbers(item) for item in value]
+    return WORDS.get(value, value) if isinstance(value, str) else value
+
+
+def _json_lines(file: Path) -> list[dict[str, Any]]:
+    """`json.dumps(record)` of every record of `run.scan_history()`, a line each."""
+    return [_record(read_json(line)) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def _json(file: Path) -> list[dict[str, Any]]:
+    """`json.dumps(list(run.scan_history()))`, or `DataFrame.to_json(orient="records")`."""
+    value = read_json(file.read_text(encoding="utf-8"))
+    if not isinstance(value, list):
+        raise ValueError('not a list of records; with pandas, write to_json(orient="records")')
+    return [_record(record) for record in value]
+
+
+def _record(value: Any) -> dict[str, Any]:
+    """W&B fills the gaps of its columns with null."""
+    if not isinstance(value, dict):
+        raise ValueError(f"not an object: {str(value)[:80]}")
+    return {key: item for key, item in value.items() if item is not None}
+
+
+def _csv(file: Path) -> list[dict[str, Any]]:
+    """`run.history().to_csv()`, or the CSV export of a chart, whose columns are `NAME - loss`, `…__MIN` and `…__MAX`."""
+    with file.open(encoding="utf-8", newline="") as lines:
+        head, *rows = list(csv.reader(lines)) or [[]]
+    columns: dict[str, int] = {}
+    for number, title in enumerate(head):
+        name = "step" if title in ("Step", "step") else title.rpartition(" - ")[2]
+        if not name or name.endswith(("__MIN", "__MAX")):
+            continue
+        if name in columns and not (name == "step" and "step" in head):
+            raise ValueError(f"two columns are of {name}: `{head[columns[name]]}` and `{title}`; export one run a file")
+        columns[name] = head.index("step") if name == "step" and "step" in head else number
+    return [{name: _cell(row[number]) for name, number in columns.items() if row[number] != ""} for row in rows if row]
+
+
+def _cell(text: str) -> Any:
+    try:
+        return read_json(text)
+    except ValueError:
+        return WORDS.get(text, text)
+
+
+HISTORIES: dict[str, Callable[[Path], list[dict[str, Any]]]] = {
+    "metrics.jsonl": MetricsFile.read,
+    "history.jsonl": _json_lines,
+    "history.json": _json,
+    "history.csv": _csv,
+}

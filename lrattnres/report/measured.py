@@ -1,0 +1,105 @@
+"""The tables of what was measured beside the loss: sharpness of routing, throughput, memory."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from lrattnres.config import ConfigError, TrainConfig, parse
+from lrattnres.report.compare import Entry, Group
+from lrattnres.report.paper import SHARPNESS
+from lrattnres.report.read import DEFAULTS, SCHEMA, Run, finite
+from lrattnres.report.tables import MISSING, Table, number
+from lrattnres.training.memory import GB, estimate_memory
+
+
+def held_out(entry: Entry) -> list[Mapping[str, Any]]:
+    """Diagnostics of the seeds that were measured on held-out tokens; those made in training have no mean α."""
+    return [run.diagnostics for run in entry.runs if run.diagnostics and "mean_weight" in run.diagnostics]
+
+
+def per_site(entry: Entry, name: str) -> list[float | None] | None:
+    """A diagnostic of each read site, averaged over seeds; None at sites that route nothing, or if no seed has it.
+
+    Seeds measured on held-out tokens are preferred to those that only have it from training.
+    """
+    known = held_out(entry) or [run.diagnostics for run in entry.runs if run.diagnostics]
+    columns = list(zip(*(diagnostics[name] for diagnostics in known if any(diagnostics.get(name) or ())), strict=True))
+    return [None if None in values else statistics.fmean(values) for values in columns] or None
+
+
+def sharpness(group: Group) -> Table:
+    """The largest α of a token, averaged over tokens, over routing sites and over seeds; first the Delta paper's claim."""
+    rows: list[tuple[str, ...]] = [
+        (f"{claim.method} (Delta paper)", f"{claim.average:.2f}", MISSING, MISSING, "as stated there") for claim in SHARPNESS
+    ]
+    lacking = []
+    for entry in group.entries:
+        sites = per_site(entry, "largest_weight")
+        if sites is not None:
+            values = [value for value in sites if value is not None]
+            deep = values[len(values) // 2 :]
+            of = sorted({diagnostics["of"] for diagnostics in held_out(entry)})
+            figures = (statistics.fmean(values), statistics.fmean(deep), max(values))
+            rows.append((entry.label, *map(number, figures), "; ".join(of)))
+        elif entry.choice.routed:
+            lacking.append(entry.label)
+    notes = ["Few sources leave little to choose from: compare equal N. The claims are of block models at other sizes than ours."]
+    notes += [f"No diagnostics of held-out tokens (eval.py run=… diagnostics=true): {', '.join(lacking)}."] if lacking else []
+    columns = ("run", "mean over sites", "mean over the deeper half", "largest site", "measured on")
+    return Table(f"{group.name}_sharpness", "Largest α, averaged over tokens", columns, rows, tuple(notes))
+
+
+def speed(group: Group) -> Table:
+    """Median rate over logged steps and seeds, its ratio to the baseline's, and memory as it is counted before a run."""
+    rates = {entry.label: _median(entry, "tokens_per_second") for entry in group.entries}
+    base = rates[group.plain.label] if group.plain else None
+    rows: list[tuple[str, ...]] = []
+    for entry in group.entries:
+        rate, machines = rates[entry.label], sorted({_machine(run) for run in entry.runs})
+        mfu, memory = _median(entry, "mfu"), _memory(entry.runs[0])
+        rows.append(
+            (
+                entry.label,
+                MISSING if rate is None else f"{rate:,.0f}",
+                MISSING if rate is None or not base else f"{rate / base:.3f}",
+                MISSING if mfu is None else f"{mfu:.1%}",
+                MISSING if memory is None else f"{memory / GB:.3f}",
+                "; ".join(machines),
+            )
+        )
+    notes = (
+        "Rates are medians over the logged steps of all seeds. They compare only runs that had the same machine to themselves.",
+        "Memory of a rank is counted from the settings (docs/scaling.md), not measured: runs do not record their peak.",
+    )
+    columns = ("run", "tokens a second", "ratio to the baseline", "MFU", "memory a rank, GB", "machine")
+    return Table(f"{group.name}_speed", "Throughput and memory", columns, rows, notes)
+
+
+def _median(entry: Entry, name: str) -> float | None:
+    values = [value for run in entry.runs for value in finite([value for _, value in run.series(name)])]
+    return statistics.median(values) if values else None
+
+
+def _machine(run: Run) -> str:
+    parts = [str(run.machine[key]) for key in ("device", "depth_kernels", "compile") if key in run.machine]
+    return ", ".join(parts) or "not stated"
+
+
+def _memory(run: Run) -> float | None:
+    """Bytes; None for settings that this version of the program does not know."""
+    ranks = [int(part) for part in str(run.machine.get("ranks", "1")).split(" x ") if part.isdigit()]
+    settings = tuple((key, run.settings[key]) for key in SCHEMA if key not in ("name", "seed", "runs"))
+    try:
+        return _estimate(settings, math.prod(ranks))
+    except (ConfigError, ValueError):
+        return None
+
+
+@cache
+def _estimate(settings: tuple[tuple[str, object], ...], world: int) -> float:
+    tree = DEFAULTS | dict(settings) | {"name": "report", "seed": 0}
+    return float(estimate_memory(parse(TrainConfig, tree), world).total)

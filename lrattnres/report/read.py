@@ -1,0 +1,236 @@
+"""Runs as files: a run folder, or an export from Weights & Biases; wherever they lie and whoever wrote them.
+
+A folder is a run if it has a configuration. What is read, the first of each line that is there:
+
+    config.yaml, config.json                                   the resolved settings
+    metrics.jsonl, history.jsonl, history.json, history.csv    what was measured, step by step
+    summary.json, wandb-summary.json                           the last values
+    identity.json, environment.json, evaluation/step_*.diagnostics.json
+
+The last three are those of a run folder. Nothing is imported, executed or followed out of the folder.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING, OmegaConf
+
+from lrattnres.config import TrainConfig, defaults, fields_of, flatten
+from lrattnres.report.history import HISTORIES, HistoryError, read_history, read_json
+
+CONFIGS = ("config.yaml", "config.json")
+SUMMARIES = ("summary.json", "wandb-summary.json")
+TRACES = (*HISTORIES, *SUMMARIES, "checkpoints", "status.json")  # of a run, even where its configuration is lost
+SCHEMA = fields_of(TrainConfig)
+DEFAULTS = flatten(defaults(TrainConfig))
+
+
+class ReportError(Exception):
+    """A folder that is no run that can be read; `str` names it and what is wrong."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is known of one run. `settings` are dotted keys, those that the file leaves out at their defaults; `faults` say
+    what is missing or unreadable, and what the report cannot show for it.
+    """
+
+    name: str
+    settings: Mapping[str, Any]
+    records: list[dict[str, Any]] = field(default_factory=list)
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    diagnostics: Mapping[str, Any] | None = None
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    faults: tuple[str, ...] = ()
+
+    @property
+    def seed(self) -> int:
+        return int(self.settings["seed"])
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the whole run reads: steps x sequences x context."""
+        return int(self.settings["steps"] * self.settings["global_batch"] * self.settings["model.context"])
+
+    @property
+    def last_step(self) -> int:
+        return max([int(self.summary.get("step") or 0), *(record["step"] for record in self.records)])
+
+    @property
+    def val_loss(self) -> float | None:
+        """Held-out loss after the last step, nats a token; None while the run is not finished."""
+        last = self.records[-1] if self.records else {}
+        for source in (self.summary, last):
+            if source.get("step") == self.settings["steps"] and isinstance(source.get("val_loss"), float | int):
+                return float(source["val_loss"])
+        return None
+
+    def series(self, name: str) -> list[tuple[int, float]]:
+        """(step, value) of every record that has this number; numbers that are not finite are left in."""
+        return [(record["step"], float(record[name])) for record in self.records if _is_number(record.get(name))]
+
+
+def find_runs(folders: list[Path]) -> tuple[list[Run], list[str]]:
+    """All runs in `folders` and below them, by name, each folder once; and what is wrong, one sentence each."""
+    runs: dict[Path, Run] = {}
+    faults: list[str] = []
+    for folder in folders:
+        if not folder.is_dir():
+            faults.append(f"{folder}: no such folder")
+            continue
+        before = len(runs) + len(faults)
+        for path in _candidates(folder.resolve()):
+            if path in runs:
+                continue
+            try:
+                runs[path] = read_run(path)
+            except ReportError as fault:
+                faults.append(str(fault))
+        if len(runs) + len(faults) == before and folder.resolve() not in runs:
+            faults.append(f"{folder}: no run in it: no folder with one of {', '.join(CONFIGS)}")
+    named = _distinct(runs)
+    return named, [*faults, *(f"{run.name}: {fault}" for run in named for fault in run.faults)]
+
+
+def read_run(path: Path) -> Run:
+    """One run. Raises ReportError if its configuration cannot be read; any other fault becomes one of `Run.faults`."""
+    settings = _settings(path)
+    faults: list[str] = []
+    try:
+        records = read_history(path)
+    except HistoryError as fault:
+        records = []
+        faults.append(f"{fault}; no curve, gradient norm or rate of this run")
+    summary = _optional(path, SUMMARIES, faults)
+    identity = _optional(path, ("identity.json",), faults)
+    starts = _optional(path, ("environment.json",), faults).get("starts") or [{}]
+    diagnostics = _diagnostics(path, settings, records, faults)
+    return Run(_name(path), settings, records, summary, diagnostics, identity, starts[-1], tuple(faults))
+
+
+def _candidates(folder: Path) -> Iterator[Path]:
+    """Folders that are runs, or were; nothing inside a run is another."""
+    if any((folder / name).is_file() for name in CONFIGS):
+        yield folder
+        return
+    if any((folder / name).exists() for name in TRACES) or any(folder.glob("run-*.wandb")):
+        files = folder / "files"  # of W&B's own folders, whose history lies beside it in a form of its own
+        yield files if any((files / name).is_file() for name in CONFIGS) else folder
+        return
+    for child in sorted(folder.iterdir()):
+        if child.is_dir() and not child.name.startswith("."):
+            yield from _candidates(child)
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    """The resolved configuration, complete. W&B wraps each top-level value as {value: …} and adds keys of its own."""
+    file = next((path / name for name in CONFIGS if (path / name).is_file()), None)
+    if file is None:
+        raise ReportError(f"{path.name}: left out: it has no {' or '.join(CONFIGS)}{_refusal(path)}")
+    try:
+        text = file.read_text(encoding="utf-8")
+        tree = read_json(text) if file.suffix == ".json" else OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+        tree = read_json(tree) if isinstance(tree, str) else tree  # `json.dumps(run.json_config)`, a text in a text
+    except Exception as fault:  # the classes of two parsers
+        raise ReportError(f"{path.name}: left out: {file.name} cannot be read: {_line(fault)}") from fault
+    if not isinstance(tree, dict):
+        raise ReportError(f"{path.name}: left out: {file.name} is not a mapping of settings")
+    tree = {key: value for key, value in tree.items() if not str(key).startswith("_") and key != "wandb_version"}
+    if tree and all(isinstance(value, dict) and "value" in value for value in tree.values()):
+        tree = {key: value["value"] for key, value in tree.items()}
+    given = flatten(tree)
+    settings = DEFAULTS | given
+    lacking = [key for key in SCHEMA if settings[key] == MISSING and not SCHEMA[key][1]["may_change"] and key != "name"]
+    if lacking:
+        raise ReportError(f"{path.name}: left out: {file.name} lacks {', '.join(lacking)}; is it whole, and of a training run?")
+    return settings
+
+
+def _refusal(path: Path) -> str:
+    if any(path.glob("run-*.wandb")):
+        return "; `wandb sync` it, and export its config and history (docs/reproducing.md)"
+    try:
+        status = read_json((path / "status.json").read_text(encoding="utf-8"))
+        return f"; it was {status['state']}: {status['fault']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def _optional(path: Path, names: tuple[str, ...], faults: list[str]) -> dict[str, Any]:
+    """The first of the files that is there; {} if none is, or if it is damaged, which is a fault."""
+    file = next((path / name for name in names if (path / name).is_file()), None)
+    if file is None:
+        return {}
+    try:
+        value = read_json(file.read_text(encoding="utf-8"))
+        if not isinstance(value, dict):
+            raise ValueError("not an object")
+        return value
+    except (OSError, ValueError) as fault:
+        faults.append(f"{file.name} cannot be read: {_line(fault)}")
+        return {}
+
+
+def _diagnostics(
+    path: Path, settings: Mapping[str, Any], records: list[dict[str, Any]], faults: list[str]
+) -> dict[str, Any] | None:
+    """The newest of evaluation/, else the newest of training, which has no mean α. `of` says which."""
+    sites = 2 * settings["model.layers"] + 1
+    files = sorted(path.glob("evaluation/step_*.diagnostics.json"), key=lambda file: (len(file.name), file.name))
+    found: dict[str, Any] | None = None
+    for file in files[-1:]:
+        value = _optional(path, (str(file.relative_to(path)),), faults)
+        step = file.name.removeprefix("step_").partition(".")[0]
+        found = value and value | {"of": f"held-out tokens at step {int(step) if step.isdigit() else step}"}
+        if step.isdigit() and int(step) != settings["steps"]:
+            faults.append(f"its newest diagnostics are of step {int(step)}, not of its last, {settings['steps']}")
+    if not found:
+        in_training = [record for record in records if isinstance(record.get("effective_sources"), list)]
+        found = in_training[-1] | {"of": f"training tokens at step {in_training[-1]['step']}"} if in_training else None
+    if found and not _whole(found, sites):
+        faults.append(f"its diagnostics ({found['of']}) are not those of {sites} read sites; they are not shown")
+        return None
+    return found
+
+
+def _whole(diagnostics: Mapping[str, Any], sites: int) -> bool:
+    """Whether every list that is shown has an entry for each site, and mean α one for each source."""
+    names = ("effective_sources", "largest_weight", "mean_weight", "sources")
+    lists = [diagnostics[name] for name in names if name in diagnostics]
+    if not lists or any(not isinstance(values, list) or len(values) != sites for values in lists):
+        return False
+    pairs = zip(diagnostics.get("mean_weight", ()), diagnostics.get("sources", ()), strict=False)
+    return all(means is None or len(means) == len(labels) for means, labels in pairs)
+
+
+def _name(path: Path) -> str:
+    return path.parent.name if path.name == "files" else path.name
+
+
+def _distinct(runs: Mapping[Path, Run]) -> list[Run]:
+    """By name; where several folders have one name, the folder above is added."""
+    names = [run.name for run in runs.values()]
+    again = {name for name in names if names.count(name) > 1}
+    renamed = [
+        Run(**(vars(run) | {"name": f"{path.parent.name}/{run.name}"})) if run.name in again else run
+        for path, run in runs.items()
+    ]
+    return sorted(renamed, key=lambda run: run.name)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float | int) and not isinstance(value, bool)
+
+
+def _line(fault: BaseException) -> str:
+    return (str(fault) or type(fault).__name__).strip().splitlines()[0]
+
+
+def finite(values: list[float]) -> list[float]:
+    return [value for value in values if math.isfinite(value)]
