@@ -34,7 +34,9 @@ class Step(NamedTuple):
 class Traffic(NamedTuple):
     """What must be moved for one token, in values of the width they have: multiply by their size in bytes.
 
-    values: elements of sources, reads and their gradients; scalars: float32 logits, statistics and score gradients.
+    values: elements of sources, reads and their gradients; scalars: float32 logits, weights, statistics and score gradients.
+    Left out: queries and their gradients, which are moved once for 128 tokens; and what a program reads a second time,
+    which is in a cache by then.
     """
 
     values: int
@@ -46,9 +48,9 @@ class Traffic(NamedTuple):
 
 def forward_traffic(step: Step, dim: int, rank: int, separate: bool) -> Traffic:
     """Reads: sources (the last in two summands), keys, parts. Writes: the read, the sum, an unfinished mixture a later site."""
-    mixtures = step.later if step.owned > 1 else 0
+    mixtures, sites = step.later if step.owned > 1 else 0, step.later + 1
     wide = step.owned + 2 * step.addend + step.parts + 1 + mixtures
-    scalars = (step.later + 2) * step.owned + 2 * (step.later + 1) + step.parts
+    scalars = (2 * sites + 1) * step.owned + 2 * sites + step.parts
     return Traffic(wide * dim + step.owned * rank * separate, scalars)
 
 
@@ -57,11 +59,16 @@ def backward_traffic(step: Step, dim: int, rank: int, separate: bool) -> Traffic
     the queries. Writes: the gradients of the sources, and dh for the owners of the parts. What belongs to the sites is
     read once a launch.
     """
-    launches = -(-step.owned // MOST_SOURCES)
-    wide = launches * (2 + step.later) + (2 + step.passes) * step.owned + (step.parts > 0)
+    launches, sites = launches_for(step), step.later + 1
+    wide = launches * (1 + sites) + (2 + step.passes) * step.owned + (step.parts > 0)
     narrow = step.owned * (1 + (2 + step.passes) * separate)
-    scalars = (step.later + 2) * step.owned + 2 * (step.later + 2) + 2 * (step.later + 1) * step.owned
+    scalars = (3 * sites + 1) * step.owned + launches * 2 * (sites + 1)
     return Traffic(wide * dim + narrow * rank, scalars)
+
+
+def launches_for(step: Step) -> int:
+    """Launches of the backward kernel, by which `step` makes the gradients of its sources."""
+    return -(-step.owned // MOST_SOURCES)
 
 
 def steps(plan: DepthPlan, starts: tuple[int, ...]) -> tuple[Step, ...]:
@@ -116,6 +123,11 @@ def cheapest(plan: DepthPlan, rank_share: float, balance: float = 400) -> tuple[
         if choices:
             best[start] = min(choices)
     return best[0][1] if 0 in best else single(plan)
+
+
+def duration(plan: DepthPlan, starts: tuple[int, ...], rank_share: float, balance: float = 400) -> float:
+    """What `cheapest` makes small, for groups that start at `starts`: in units of moving d values of two bytes a token."""
+    return sum(_time(step, rank_share, balance) for step in steps(plan, starts))
 
 
 def _time(step: Step, rank_share: float, balance: float) -> float:

@@ -5,16 +5,12 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from lrattnres.kernels.launch import Launch, compile_ahead
-from lrattnres.kernels.launches import backward_launches, forward_launch, query_launch
-from lrattnres.kernels.ops import SPAN
+from lrattnres.kernels.ops import SPAN, plan_backward, plan_read
+from lrattnres.kernels.sample import backward_arguments, forward_arguments
 
 
 class MachineCode(NamedTuple):
@@ -31,27 +27,11 @@ class MachineCode(NamedTuple):
 
 def launches(
     owned: int, parts: int, later: int, addend: bool, passes: bool, dim: int, rank: int, separate: bool = False
-) -> Iterator[Launch]:
+) -> list[Launch]:
     """All launches of one operator (see `depth.groups.Step`) on bfloat16 sources without memory."""
-    tokens = 4 * SPAN
-
-    def some(count: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
-        return [torch.empty(*shape, dtype=dtype, device="meta") for _ in range(count)]
-
-    values, keys, mixed = some(owned, tokens, dim), some(owned * separate, tokens, rank), some(parts, tokens, dim)
-    sites = later + 1
-    wide = some(1 + addend + (later if owned > 1 else 0), tokens, dim)
-    stats = some(sites + parts, 2, tokens, dtype=torch.float32)
-    queries, scalars = some(1, sites, rank, dtype=torch.float32)[0], some(1, tokens, sites + 1, owned, dtype=torch.float32)[0]
-    yield forward_launch(
-        queries, values, keys, values[-1] if addend else None, mixed, stats[sites:], True, (wide, stats[:sites], scalars)
-    )
-    beta, given = some(1, tokens, sites, owned, dtype=torch.float32)[0], values if passes else [None] * owned
-    results = (values, keys, queries, mixed[:1], stats[0])
-    arguments = (some(sites, tokens, dim), values[0], values, keys, queries, stats[1:sites], stats[0], scalars, given)
-    yield from backward_launches(*arguments, keys if passes else [None] * len(keys), True, parts > 0, results, beta)
-    partial = some(1, tokens // SPAN, sites, rank, dtype=torch.float32)[0]
-    yield query_launch(keys or values, beta, partial, 0 if separate else dim - rank, SPAN)
+    forward = forward_arguments(owned, parts, later, addend, tokens=4 * SPAN, dim=dim, rank=rank, separate=separate)
+    results, launch = plan_read(*forward)
+    return [launch, *plan_backward(*backward_arguments(forward, results, passes))[1]]
 
 
 def inspect(launch: Launch, capability: int) -> MachineCode:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lrattnres.kernels.launch import fire
+from lrattnres.kernels.launch import Launch, fire
 from lrattnres.kernels.launches import backward_launches, forward_launch, query_launch
 from lrattnres.kernels.reference import Part, Reading
 
@@ -33,9 +33,15 @@ def read_op(
     normalize: bool,
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """([out, total if there is an addend, mixtures if there are several sources], stats, scalars): see `read_forward`."""
-    results = _read_outputs(queries, values, addend)
-    fire(forward_launch(queries, values, keys, addend, parts, part_stats, normalize, results))
+    results, launch = plan_read(queries, values, keys, addend, parts, part_stats, normalize)
+    fire(launch)
     return results
+
+
+def plan_read(queries: Tensor, values: Sequence[Tensor], keys: Sequence[Tensor], addend: Tensor | None, *given: Any) -> Any:
+    """Room for what `read` returns, and the launch that fills it."""
+    results = _read_outputs(queries, values, addend)
+    return results, forward_launch(queries, values, keys, addend, *given, results)
 
 
 def _read_outputs(queries: Tensor, values: Sequence[Tensor], addend: Tensor | None) -> tuple[list[Tensor], list[Tensor], Tensor]:
@@ -68,15 +74,22 @@ def read_backward_op(
     emit: bool,
 ) -> tuple[list[Tensor], list[Tensor], Tensor, list[Tensor], Tensor]:
     """(d values, d keys, d queries, [dh if `emit`], d stats): see the kernel `read_backward`."""
-    results = _backward_outputs(values, keys, queries, stats, emit)
-    tokens, rank = scalars.shape[0], queries.shape[1]
-    beta = scalars.new_empty(tokens, len(upstream), len(values))
-    given = (upstream, out, values, keys, queries, later_stats, stats, scalars, value_in, key_in)
-    for launch in backward_launches(*given, normalize, emit, results, beta):
+    given = (upstream, out, values, keys, queries, later_stats, stats, scalars, value_in, key_in, normalize, emit)
+    results, launches = plan_backward(*given)
+    for launch in launches:
         fire(launch)
-    partial = scalars.new_empty(-(-tokens // SPAN), len(upstream), rank)
-    fire(query_launch(keys or values, beta, partial, 0 if keys else values[0].shape[-1] - rank, SPAN))
+    partial = launches[-1].arguments["partial"]
     return *results[:2], partial.sum(0).to(queries.dtype), *results[3:]
+
+
+def plan_backward(*given: Any) -> tuple[Any, list[Launch]]:
+    """Room for what `read_backward` returns, and the launches that fill it; the last one is the queries'."""
+    _, _, values, keys, queries, _, stats, scalars, *_, emit = given
+    results = _backward_outputs(values, keys, queries, stats, emit)
+    (tokens, _, count), (sites, rank) = scalars.shape, queries.shape
+    beta, partial = scalars.new_empty(tokens, sites, count), scalars.new_empty(-(-tokens // SPAN), sites, rank)
+    last = query_launch(keys or values, beta, partial, 0 if keys else values[0].shape[-1] - rank, SPAN)
+    return results, [*backward_launches(*given, results, beta), last]
 
 
 def _backward_outputs(

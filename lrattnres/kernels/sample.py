@@ -1,0 +1,48 @@
+"""Inputs of one operator, made up: to time it, to compile it where no memory is needed, to count what it touches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def forward_arguments(
+    owned: int,
+    parts: int,
+    later: int,
+    addend: bool,
+    *,
+    tokens: int,
+    dim: int,
+    rank: int,
+    separate: bool = False,
+    device: torch.device | str = "meta",
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Any, ...]:
+    """Arguments of `torch.ops.lrattnres.read`: random tensors for a step (see `depth.groups.Step`) of so many tokens."""
+
+    def some(count: int, width: int) -> list[Tensor]:
+        return [torch.randn(tokens, width, device=device, dtype=dtype) for _ in range(count)]
+
+    queries = torch.randn(later + 1, rank, device=device) / 8
+    part_stats = [torch.zeros(2, tokens, device=device) for _ in range(parts)]
+    newest = some(1, dim)[0] if addend else None
+    return queries, some(owned, dim), some(owned * separate, rank), newest, some(parts, dim), part_stats, True
+
+
+def backward_arguments(forward: tuple[Any, ...], results: tuple[Any, ...], passes: bool) -> tuple[Any, ...]:
+    """Arguments of `torch.ops.lrattnres.read_backward` for what `read` made of `forward`; the gradients are random."""
+    queries, values, keys, addend, parts, _, normalize = forward
+    wide, stats, scalars = results
+    out, *others = wide
+    values = values if addend is None else [*values[:-1], others[0]]
+
+    def like(tensors: list[Tensor]) -> list[Any]:
+        return [torch.randn_like(tensor) if passes else None for tensor in tensors]
+
+    upstream = [torch.randn_like(out) for _ in stats]
+    later_stats = [torch.stack([each[0], torch.zeros_like(each[0])]) for each in stats[1:]]
+    given = (like(values), like(keys))
+    return upstream, out, values, keys, queries, later_stats, stats[0], scalars, *given, normalize, normalize and bool(parts)
