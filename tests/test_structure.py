@@ -11,12 +11,13 @@ PACKAGE = ROOT / "lrattnres"
 # Each room may import those before it, and itself.
 ORDER = [
     ("config", "kernels", "files", "ranks"),
+    ("use_config",),
     ("depth",),
     ("model",),
     ("data", "optim"),
     ("checks", "runs"),
     ("evaluation",),
-    ("training",),
+    ("training", "generation"),
     ("report",),
     ("entry",),
 ]

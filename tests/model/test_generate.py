@@ -139,7 +139,7 @@ def test_what_does_not_fit_is_refused_with_what_to_write(tiny_model_config) -> N
     assert (room(5, None, 16), room(16, None, 16), room(5, 3, 16)) == (12, 1, 3)
     with pytest.raises(ValueError, match="write tokens=12"):
         room(5, 13, 16)
-    with pytest.raises(ValueError, match="17 tokens.*shorten"):
+    with pytest.raises(ValueError, match=r"17 tokens.*shorten"):
         room(17, None, 16)
     with pytest.raises(ValueError, match="empty prompt"):
         Generation(Decoder(make(tiny_model_config()), SEPARATOR), [[]], Sampling())
