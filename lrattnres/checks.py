@@ -38,6 +38,7 @@ from lrattnres.kernels.backends import choose_kernels
 from lrattnres.model.attention import choose_attention
 from lrattnres.model.transformer import beyond_kernels
 from lrattnres.ranks import placement
+from lrattnres.use_config import GenerateConfig, InspectConfig
 
 DTYPES = {Precision.float32: torch.float32, Precision.bfloat16: torch.bfloat16}
 
@@ -95,6 +96,19 @@ BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "parallel.prefetch": (0, None),
     "parallel.timeout": (1, None),
 }
+
+GENERATE_BOUNDS: dict[str, tuple[float | None, float | None]] = {
+    "tokens": (1, None),
+    "samples": (1, None),
+    "seed": (0, 2**63 - 1),
+    "temperature": (0, None),
+    "top_k": (1, None),
+    "top_p": (1e-12, 1),
+    "min_p": (0, 1),
+    "batch": (1, None),
+    "threads": (1, None),
+}
+INSPECT_BOUNDS: dict[str, tuple[float | None, float | None]] = {"first": (0, None), "shown": (1, 512), "threads": (1, None)}
 
 
 def resolve_device(device: Device) -> torch.device:
@@ -269,6 +283,35 @@ def resolve_tokenize(config: TokenizeConfig) -> TokenizeConfig:
     if config.data.skip_unreadable:
         faults.append("data.skip_unreadable=true: shards without a gap or none; restore the file, or take it out of data.root")
     faults += data_faults(config.data)
+    if faults:
+        raise ConfigError(faults)
+    return config
+
+
+def resolve_generate(config: GenerateConfig) -> GenerateConfig:
+    """Raises ConfigError with every fault of the settings of scripts/generate.py that needs no run to be seen."""
+    faults = list(_limits(flatten(plain(config)), GENERATE_BOUNDS))
+    faults += ["stop=: an empty text would end every continuation at once; leave it out"] if "" in config.stop else []
+    if config.temperature == 0:
+        unused = {name: getattr(config, name) for name in ("top_k", "top_p", "min_p") if getattr(config, name) is not None}
+        unused |= {
+            name: value for name, value, usual in (("samples", config.samples, 1), ("seed", config.seed, 0)) if value != usual
+        }
+        faults += [
+            f"{key}={value}: has no use with temperature=0, which draws nothing; leave it out" for key, value in unused.items()
+        ]
+    if config.json and config.echo:
+        faults.append("echo=true: has no use with json=true, which holds the prompt; leave it out")
+    if faults:
+        raise ConfigError(faults)
+    return config
+
+
+def resolve_inspect(config: InspectConfig) -> InspectConfig:
+    """The same for scripts/inspect.py."""
+    faults = list(_limits(flatten(plain(config)), INSPECT_BOUNDS))
+    if (config.text is None) == (config.file is None):
+        faults.append('text, file: write one of them, text="…" (text=- for standard input) or file=PATH')
     if faults:
         raise ConfigError(faults)
     return config

@@ -1,7 +1,8 @@
-"""What train.py and eval.py share: how they take arguments, and how they leave."""
+"""What the commands share: how they take arguments, and how they leave."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import re
@@ -10,10 +11,12 @@ import traceback
 from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any, TypeVar
 
+from omegaconf import MISSING, OmegaConf
 from torch import distributed
 
-from lrattnres.config import ConfigError, TrainConfig, fields_of
+from lrattnres.config import ConfigError, TrainConfig, defaults, fields_of, flatten, parse
 from lrattnres.data.errors import DataError, UnreadableError
 from lrattnres.depth.router import VARIANTS
 from lrattnres.ranks import Elsewhere, network_failed, placement
@@ -23,6 +26,7 @@ from lrattnres.runs.sweep import write_status
 from lrattnres.training.signals import STOPPED
 from lrattnres.training.trainer import TrainingError
 
+T = TypeVar("T")
 FINISHED, FAULT, REFUSED, BROKEN_OFF, UNREADABLE = 0, 1, 2, 3, 74  # 74: EX_IOERR
 
 
@@ -41,6 +45,45 @@ def loosened(arguments: Iterable[str], configs: Path) -> list[str]:
     return [
         "++" + argument if (match := setting.match(argument)) and match[1] not in groups else argument for argument in arguments
     ]
+
+
+def settings(schema: type[T], arguments: Iterable[str]) -> T:
+    """`key=value` words as an instance of `schema`, for commands that take any text: nothing in a text is special.
+
+    Texts are taken as they stand, other values as YAML; a key whose value is a list is written once for every member.
+    Raises ConfigError with every fault.
+    """
+    leaves, tree, texts, faults = fields_of(schema), dict[str, Any](), dict[str, Any](), list[str]()
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        kind = leaves[key][0] if key in leaves else None
+        if not equals:
+            faults.append(f"{argument}: must be key=value; put quotes around a text with spaces: key='two words'")
+        elif kind == list[str]:
+            texts.setdefault(key, []).append(value)
+        elif key in tree or key in texts:
+            faults.append(f"{argument}: {key} is there already; write it once")
+        elif str in getattr(kind, "__args__", (kind,)):
+            texts[key] = None if value == "null" and kind is not str else value
+        else:
+            tree[key] = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False)["value"]  # type: ignore[call-overload, index]
+    try:
+        config = parse(schema, tree | {key: [] if isinstance(text, list) else "" for key, text in texts.items()})
+    except ConfigError as fault:
+        raise ConfigError(faults + fault.faults) from None
+    if faults:
+        raise ConfigError(faults)
+    return dataclasses.replace(config, **texts)  # type: ignore[type-var]
+
+
+def manual(schema: type, usage: str) -> str:
+    """What `--help` shows: every key with its default and its meaning."""
+    values, lines = flatten(defaults(schema)), []
+    for key, (kind, metadata) in fields_of(schema).items():
+        value = values[key]
+        usual = "…" if value == MISSING or kind == list[str] else "null" if value is None else str(value)
+        lines.append(f"  {key}={usual.lower() if isinstance(value, bool) else usual}".ljust(24) + " " + metadata["help"])
+    return "\n".join([usage, "", *lines])
 
 
 def leave(run: Callable[[], bool]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from omegaconf import MISSING
 
 from lrattnres.config import EvalConfig, TokenizeConfig, TrainConfig, defaults, expected, fields_of, flatten
+from lrattnres.use_config import GenerateConfig, InspectConfig
 
 
 def table(schema: type) -> str:
@@ -41,6 +42,14 @@ marked * may change when a run is continued; with any other change the run folde
 ## scripts/tokenize_corpus.py
 
 {table(TokenizeConfig)}
+
+## scripts/generate.py
+
+{table(GenerateConfig)}
+
+## scripts/inspect.py
+
+{table(InspectConfig)}
 """
 
 

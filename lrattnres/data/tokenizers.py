@@ -60,6 +60,9 @@ class Tokenizer(Protocol):
     def decode(self, tokens: Iterable[int] | np.ndarray | torch.Tensor) -> str:
         """The text of `tokens`, special tokens spelled out."""
 
+    def spell(self, tokens: Iterable[int] | np.ndarray | torch.Tensor) -> bytes:
+        """What `decode` decodes: a token may end within a character of UTF-8."""
+
 
 @dataclass(frozen=True, eq=False)
 class _SpelledTokenizer:
@@ -90,12 +93,16 @@ class _SpelledTokenizer:
         Bytes that are not UTF-8 and numbers inside the vocabulary that no token has become U+FFFD, since a model may
         well sample them. A number outside the vocabulary raises DataError.
         """
+        return self.spell(tokens).decode("utf-8", "replace")
+
+    def spell(self, tokens: Iterable[int] | np.ndarray | torch.Tensor) -> bytes:
+        """The bytes of `tokens`, with U+FFFD for numbers that no token has: what `decode` decodes."""
         numbers = np.asarray(tokens if hasattr(tokens, "__array__") else list(tokens), dtype=np.int64).reshape(-1)
         outside = numbers[(numbers < 0) | (numbers >= self.vocabulary)]
         if outside.size:
             raise DataError(f"token {outside[0]}: {self.name} has tokens 0..{self.vocabulary - 1}")
         spelled = (self._spelling[number] for number in numbers.tolist())
-        return b"".join("\ufffd".encode() if part is None else part for part in spelled).decode("utf-8", "replace")
+        return b"".join("\ufffd".encode() if part is None else part for part in spelled)
 
 
 def build_tokenizer(name: TokenizerName) -> Tokenizer:

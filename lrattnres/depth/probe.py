@@ -56,7 +56,7 @@ class DepthProbe:
         means = [(weights / n).tolist() for weights, n in zip(self.weights, count, strict=True)]
         return {
             "tokens": int(self.tokens[0]),
-            "sources": [[_label(s) for s in self.router.plan.sources(site)] for site in self.router.plan.sites],
+            "sources": [[source_name(s) for s in self.router.plan.sources(site)] for site in self.router.plan.sites],
             "mean_weight": [mean if routed else None for mean, routed in zip(means, routes, strict=True)],
             "effective_sources": per_site(self.effective),
             "largest_weight": per_site(self.largest),
@@ -69,7 +69,8 @@ def _total(values: Tensor) -> Tensor:
     return values.sum(dtype=torch.float64).cpu()
 
 
-def _label(members: range) -> str:
+def source_name(members: range) -> str:
+    """A source of a plan by the outputs that it sums, counted from 1: `embedding`, `5`, `1-4`."""
     if members.start == 0:
         return "embedding"
     return str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}"

@@ -58,11 +58,11 @@ def evaluate_run(config: EvalConfig) -> Evaluation:
         torch.set_num_threads(config.threads)
     ranks = start_ranks(resolve_device(config.device).type, TIMEOUT)
     say = print if ranks.first else (lambda text: None)
-    folder, checkpoint = _find(config, say)
-    settings = _settings(config, RunFolder.read_config(folder.path))
+    folder, checkpoint = find_checkpoint(config, say)
+    settings = settings_of(config, RunFolder.read_config(folder.path))
     dataset = open_dataset(settings, folder.listing())
     _check_identity(folder, dataset)
-    model = _load(settings, checkpoint)
+    model = load_model(settings, checkpoint)
 
     chosen = f"attention {model.attention.name}, depth kernels {model.router.kernels.name} ({model.router.kernels.reason})"
     say(f"{checkpoint.path}: {model.head.weight.device}, {settings.precision.name}, {chosen}")
@@ -83,7 +83,7 @@ def evaluate_run(config: EvalConfig) -> Evaluation:
     return result
 
 
-def _find(config: EvalConfig, say: Callable[[str], None]) -> tuple[RunFolder, Checkpoint]:
+def find_checkpoint(config: EvalConfig, say: Callable[[str], None]) -> tuple[RunFolder, Checkpoint]:
     """`run` names a run folder, or one of the folders under its `checkpoints`."""
     path, step = Path(config.run), config.step
     if path.parent.name == "checkpoints" and path.name.startswith("step_"):
@@ -104,7 +104,7 @@ def _find(config: EvalConfig, say: Callable[[str], None]) -> tuple[RunFolder, Ch
     return folder, newest
 
 
-def _settings(config: EvalConfig, run: TrainConfig) -> TrainConfig:
+def settings_of(config: EvalConfig, run: TrainConfig) -> TrainConfig:
     """The run's own settings, with what the evaluation says differently."""
     positive = {"tokens": config.tokens, "batch": config.batch, "diagnostics_tokens": config.diagnostics_tokens}
     faults = [f"{name}={value}: must be at least 1" for name, value in positive.items() if value is not None and value < 1]
@@ -134,7 +134,8 @@ def _check_identity(folder: RunFolder, dataset: Dataset) -> None:
         )
 
 
-def _load(settings: TrainConfig, checkpoint: Checkpoint) -> Transformer:
+def load_model(settings: TrainConfig, checkpoint: Checkpoint) -> Transformer:
+    """The model of a checkpoint on `settings.device`, without gradients. Raises ConfigError for what cannot run there."""
     device, dtype = resolve_device(settings.device), DTYPES[settings.precision]
     try:
         attention = choose_attention(settings.attention.name, device, dtype, training=False)

@@ -67,11 +67,14 @@ class Transformer(nn.Module):
         """Which positions see each other, once a batch; documents: integers [B, T], or None for no boundaries."""
         return self.attention.prepare(documents, batch, length, self.head.weight.device)
 
+    def angles(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The rotary angles of the first `length` positions: see `rotation`."""
+        return rotation(length, self.config.dim // self.config.heads, self.config.rope_base, device)
+
     def forward(self, tokens: Tensor, mask: Mask, observe: Observer | None = None) -> Tensor:
         """Logits [B, T, vocabulary] in `dtype` for tokens [B, T]; `observe(site, depth)` is called at every site."""
-        config, router = self.config, self.router
-        turn = rotation(tokens.shape[1], config.dim // config.heads, config.rope_base, tokens.device)
-        context = Context(mask, turn)
+        router = self.router
+        context = Context(mask, self.angles(tokens.shape[1], tokens.device))
         depth = router.begin(self.embedding(tokens).to(self.dtype))
         for site in range(len(self.sublayers)):
             if observe:

@@ -24,7 +24,7 @@ def loss_curve(records: list[dict[str, Any]], title: str, path: Path) -> None:
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
     axes.grid(alpha=0.25)
     axes.legend()
-    _save(figure, path)
+    save(figure, path)
 
 
 def depth_heatmap(diagnostics: dict[str, Any], title: str, path: Path) -> None:
@@ -44,7 +44,7 @@ def depth_heatmap(diagnostics: dict[str, Any], title: str, path: Path) -> None:
     axes.tick_params(labelsize=8)
     axes.set(xlabel="source: embedding, or last sub-layer it sums", ylabel="read site: sub-layer it feeds", title=title)
     figure.colorbar(picture, ax=axes, label="mean α", extend="max" if np.nanmax(weights) > ceiling else "neither")
-    _save(figure, path)
+    save(figure, path)
 
 
 def weight_grid(diagnostics: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
@@ -81,7 +81,7 @@ def site_curves(diagnostics: dict[str, Any], title: str, path: Path) -> None:
         panel.set(xlabel="read site: sub-layer it feeds, the head last", ylabel=label)
         panel.grid(alpha=0.25)
     figure.suptitle(title)
-    _save(figure, path)
+    save(figure, path)
 
 
 def site_name(site: int, head: int) -> str:
@@ -89,7 +89,8 @@ def site_name(site: int, head: int) -> str:
     return "head" if site == head else f"{site + 1} {'mlp' if site % 2 else 'attn'}"
 
 
-def _save(figure: Any, path: Path) -> None:
+def save(figure: Any, path: Path) -> None:
+    """Writes a figure, makes its folder if need be, and lets go of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)

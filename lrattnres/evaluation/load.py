@@ -1,0 +1,44 @@
+"""A trained model and its tokenizer from a run folder, without the corpus they were trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from lrattnres.config import EvalConfig, TrainConfig
+from lrattnres.data.tokenizers import Tokenizer, build_tokenizer
+from lrattnres.evaluation.run import find_checkpoint, load_model, settings_of
+from lrattnres.model.transformer import Transformer
+from lrattnres.runs.checkpoint import Checkpoint
+from lrattnres.runs.folder import RunError, RunFolder
+
+
+class TrainedRun(NamedTuple):
+    """`settings` are the run's own, with device, precision and backends as they were asked for now."""
+
+    folder: RunFolder
+    checkpoint: Checkpoint
+    settings: TrainConfig
+    tokenizer: Tokenizer
+    model: Transformer
+
+
+def load_run(config: EvalConfig, say: Callable[[str], None]) -> TrainedRun:
+    """The checkpoint that `config` names, on the device that it names; says what was passed over on the way.
+
+    Raises RunError for a folder that is no run or whose tokenizer is another one by now, CheckpointError for a damaged
+    checkpoint, ConfigError for settings that cannot be.
+    """
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    folder, checkpoint = find_checkpoint(config, say)
+    settings = settings_of(config, RunFolder.read_config(folder.path))
+    tokenizer = build_tokenizer(settings.tokenizer.name)
+    if folder.identity().get("tokenizer") != tokenizer.fingerprint:
+        raise RunError(
+            f"{folder.path}: its tokenizer {tokenizer.name} is not the one of this machine, so the model would read other "
+            "tokens than it was trained on; install the versions that environment.json names"
+        )
+    return TrainedRun(folder, checkpoint, settings, tokenizer, load_model(settings, checkpoint))

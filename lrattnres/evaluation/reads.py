@@ -1,0 +1,55 @@
+"""Where each token of a text reads: α of every token, site and source."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lrattnres.data.packing import segments
+from lrattnres.data.tokenizers import Tokenizer
+from lrattnres.depth.probe import source_name
+from lrattnres.depth.router import Depth
+from lrattnres.model.transformer import Transformer
+
+
+@torch.no_grad()
+def depth_reads(model: Transformer, tokens: Tensor, separator: int, *, documents: bool) -> dict[int, Tensor]:
+    """Site t = 2..M+1 -> α, float32 [T, sources] on the CPU, of one window of tokens [T]; the sources as the plan has them.
+
+    Site t feeds sub-layer t, and site M+1 the head; site 1 has one source and no choice. Empty where nothing routes.
+    """
+    window = tokens.unsqueeze(0).to(model.head.weight.device)
+    numbers = segments(window, separator) if documents else None
+    found: dict[int, Tensor] = {}
+
+    def observe(site: int, depth: Depth) -> None:
+        weights = model.router.weights(depth, site)
+        if weights is not None:
+            found[site + 1] = weights[0].cpu()
+
+    model(window, model.mask(numbers, *window.shape), observe)
+    return found
+
+
+def reads_record(model: Transformer, tokenizer: Tokenizer, tokens: Tensor, *, documents: bool) -> dict[str, Any]:
+    """`depth_reads` for JSON: tokens with their spelling, and for every site its sources by name and α to six decimals.
+
+    A token that is part of a character is spelled by its bytes, as \\xe2.
+    """
+    reads = depth_reads(model, tokens, tokenizer.separator, documents=documents)
+    plan = model.router.plan
+    names = [tokenizer.spell([token]).decode("utf-8", "backslashreplace") for token in tokens.tolist()]
+    return {
+        "tokens": [{"token": token, "text": name} for token, name in zip(tokens.tolist(), names, strict=True)],
+        "sites": [
+            {
+                "site": site,
+                "feeds": "head" if site > plan.sublayers else "attention" if site % 2 else "mlp",
+                "sources": [source_name(members) for members in plan.sources(site - 1)],
+                "weights": [[round(alpha, 6) for alpha in row] for row in weights.tolist()],
+            }
+            for site, weights in reads.items()
+        ],
+    }

@@ -1,0 +1,54 @@
+"""Depth attention for a token at a time: the sources are stacked, and one product serves all of them and all sites.
+
+With many tokens a stack would be one more copy of everything. With one token that copy is cheap, and dear is the number
+of operators: a handful here, where `reference.read` takes several for every pair of source and site.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lrattnres.kernels.backends import DepthKernels
+from lrattnres.kernels.reference import EPSILON, Part, Reading, rms_norm
+
+
+def read(
+    queries: Tensor,
+    values: Sequence[Tensor],
+    keys: Sequence[Tensor] = (),
+    addend: Tensor | None = None,
+    parts: Sequence[Part] = (),
+    *,
+    normalize: bool,
+    passes: bool,
+) -> Reading:
+    """`reference.read` with the same meaning, the same statistics in a Part and the same arithmetic in float32."""
+    if addend is not None:
+        values = (*values[:-1], addend + values[-1])
+    stack = _stack(values)  # [..., K, d]
+    made = _stack(keys) if keys else stack[..., stack.shape[-1] - queries.shape[-1] :]
+    scale = torch.rsqrt(torch.linalg.vecdot(made, made) / made.shape[-1] + EPSILON)
+    logits = (made @ queries.to(made.dtype).T * scale.unsqueeze(-1)).transpose(-1, -2)  # [..., C, K]
+    first, rows = logits[..., 0, :], stack
+    if parts:
+        first = torch.cat([first, torch.stack([part.stats for part in parts], dim=-1)], dim=-1)
+        rows = torch.cat([stack, _stack([part.mixture for part in parts])], dim=-2)
+    hidden = (torch.softmax(first, dim=-1).unsqueeze(-2) @ rows).squeeze(-2)
+    out = (rms_norm(hidden) if normalize else hidden).to(values[0].dtype)
+    prepared: tuple[Part, ...] = ()
+    if len(queries) > 1:
+        later = logits[..., 1:, :]
+        mixtures, stats = torch.softmax(later, dim=-1) @ stack, later.logsumexp(-1)
+        prepared = tuple(map(Part, mixtures.unbind(-2), stats.unbind(-1)))
+    return Reading(out, tuple(values), tuple(keys), prepared)
+
+
+def _stack(tensors: Sequence[Tensor]) -> Tensor:
+    stack = torch.stack(tuple(tensors), dim=-2)
+    return stack if stack.dtype == torch.float64 else stack.float()
+
+
+STACKED = DepthKernels("stacked", read, True, lambda device, dtype: None)

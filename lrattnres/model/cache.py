@@ -1,0 +1,98 @@
+"""What attention keeps of the tokens it has read, so that a further token costs one token and not the whole window.
+
+A cache is a backend of attention like the others, whose mask says where the new tokens stand: the sub-layers, and the
+depth router between them, are those that were trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lrattnres.model.attention import AttentionBackend
+
+
+class Cache:
+    """Keys and values of every attention sub-layer, [B, S, heads, head_dim] each, of B windows of at most S tokens.
+
+    lengths: how many tokens each window has, on the CPU; documents: the number of the document at each position,
+    int32 [B, S], counted up from 0 by the separators. Nothing beyond a window's length is ever seen.
+    """
+
+    def __init__(self, batch: int, size: int, device: torch.device):
+        self.size = size
+        self.lengths = torch.zeros(batch, dtype=torch.int64)
+        self.documents = torch.zeros(batch, size, dtype=torch.int32, device=device)
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def select(self, rows: Sequence[int]) -> Cache:
+        """A cache of these windows only, in this order; a window may be taken more than once."""
+        kept = Cache(len(rows), self.size, self.documents.device)
+        chosen = torch.tensor(rows, dtype=torch.int64)
+        kept.lengths = self.lengths[chosen]
+        chosen = chosen.to(self.documents.device)
+        kept.documents = self.documents[chosen]
+        kept.layers = {site: (keys[chosen], values[chosen]) for site, (keys, values) in self.layers.items()}
+        return kept
+
+    def place(self, opens: Tensor, counts: Tensor, *, restarts: bool) -> Place:
+        """Where the next t tokens of every window stand, and what each of them sees; the windows grow by `counts`.
+
+        opens: bool [B, t], which tokens open a document; counts: int64 [B] on the CPU, how many of the t are real, the
+        rest being padding. `restarts`: whether attention stays inside a document.
+        Raises ValueError if a token, padding included, has no room.
+        """
+        device, needed = self.documents.device, int(self.lengths.max()) + opens.shape[1]
+        if needed > self.size:
+            raise ValueError(f"{needed} tokens in a cache of {self.size}: make it larger, up to model.context")
+        rows = torch.arange(len(self.lengths), device=device).unsqueeze(1)
+        lengths = self.lengths.to(device).unsqueeze(1)
+        positions = lengths + torch.arange(opens.shape[1], device=device)
+        newest = self.documents.gather(1, (lengths - 1).clamp(min=0))
+        self.documents[rows, positions] = newest + opens.to(device).cumsum(1, dtype=torch.int32)
+        visible = torch.arange(needed, device=device) <= positions.unsqueeze(-1)  # [B, t, needed]
+        if restarts:
+            seen = self.documents[:, :needed]
+            visible &= seen.unsqueeze(1) == self.documents[rows, positions].unsqueeze(-1)
+        self.lengths = self.lengths + counts
+        return Place(rows, positions, visible.unsqueeze(1), self, None)
+
+    def put(self, site: int, place: Place, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores the new tokens of one sub-layer; returns all that any of them may see, [B, seen, heads, head_dim]."""
+        if site not in self.layers:
+            shape = (key.shape[0], self.size, *key.shape[2:])
+            self.layers[site] = key.new_zeros(shape), value.new_zeros(shape)
+        seen = place.visible.shape[-1]
+        for store, new in zip(self.layers[site], (key, value), strict=True):
+            store[place.rows, place.positions] = new
+        keys, values = self.layers[site]
+        return keys[:, :seen], values[:, :seen]
+
+
+class Place(NamedTuple):
+    """The mask of new tokens. rows [B, 1], positions [B, t], visible: bool [B, 1, t, seen]; site: the sub-layer."""
+
+    rows: Tensor
+    positions: Tensor
+    visible: Tensor
+    cache: Cache
+    site: int | None
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, place: Place) -> Tensor:
+    assert place.site is not None
+    keys, values = place.cache.put(place.site, place, key, value)
+    query, keys, values = (part.transpose(1, 2) for part in (query, keys, values))
+    shared = keys.shape[1] != query.shape[1]  # fewer heads of keys than of queries
+    return F.scaled_dot_product_attention(query, keys, values, attn_mask=place.visible, enable_gqa=shared).transpose(1, 2)
+
+
+def _no_mask(documents: Tensor | None, batch: int, length: int, device: torch.device) -> Place:
+    raise ValueError("a model that decodes has no mask for whole windows; its masks come from Cache.place")
+
+
+CACHED = AttentionBackend("cached", _no_mask, _attend, lambda device, dtype, training: "it decodes" if training else None)

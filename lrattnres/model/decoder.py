@@ -1,0 +1,72 @@
+"""A trained model that reads a window piece by piece: its logits are those of one pass over the whole window.
+
+Depth is read in two phases, as the papers describe it: the sources that are closed when a group of sites begins are
+read once for all of its sites, and a site merges what was written since by an online softmax (depth/groups.py).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lrattnres.depth.groups import single, steps
+from lrattnres.depth.plan import DepthPlan
+from lrattnres.kernels.backends import DepthKernels
+from lrattnres.kernels.stacked import STACKED
+from lrattnres.model.cache import CACHED, Cache
+from lrattnres.model.layers import Context
+from lrattnres.model.transformer import Transformer
+
+
+class Decoder:
+    """`model` with a cache in place of its attention over whole windows; the weights are the model's own, not copies.
+
+    separator: the token that opens a document; documents: whether attention stays inside one, as it was trained.
+    """
+
+    def __init__(self, model: Transformer, separator: int, *, documents: bool = True):
+        self.separator, self.documents, self.context = separator, documents, model.config.context
+        self.many = _twin(model, model.router.kernels)
+        self.one = _twin(model, STACKED)
+        if self.one.router.variant.keys is not None:
+            self.one.router.steps = steps(self.one.router.plan, blockwise(self.one.router.plan))
+        self.head = self.one.head
+        self.device = model.head.weight.device
+        self._angles = model.angles(self.context, self.device)
+
+    def cache(self, batch: int, size: int | None = None) -> Cache:
+        """An empty cache for windows of at most `size` tokens; None: the context. Raises ValueError beyond the context."""
+        if size is not None and not 1 <= size <= self.context:
+            raise ValueError(f"size={size}: the model was trained on windows of {self.context} tokens; write 1 to {self.context}")
+        return Cache(batch, size or self.context, self.device)
+
+    @torch.no_grad()
+    def feed(self, cache: Cache, tokens: Tensor, counts: Tensor | None = None) -> Tensor:
+        """Reads the next tokens [B, t] of every window; returns what `head` takes at each of them, [B, t, d].
+
+        counts: int64 [B], how many of a row are real, for rows of unequal length: the others are padding, and what comes
+        out at them means nothing. Raises ValueError for tokens that the cache has no room for.
+        """
+        length = tokens.shape[1]
+        counts = torch.full((len(tokens),), length) if counts is None else counts.cpu()
+        tokens = tokens.to(self.device)
+        place = cache.place(tokens == self.separator, counts, restarts=self.documents)
+        model = self.one if length == 1 else self.many
+        cosines, sines = self._angles
+        rotation = cosines[place.positions], sines[place.positions]
+        depth = model.router.begin(model.embedding(tokens).to(model.dtype))
+        for site in range(len(model.sublayers)):
+            depth = model.step(depth, site, Context(place._replace(site=site), rotation))
+        return model.router.read(depth, len(model.sublayers))
+
+
+def blockwise(plan: DepthPlan) -> tuple[int, ...]:
+    """A group of sites a block; where every sub-layer is a block, a group a site."""
+    return (0, *plan.ends[:-1]) if len(plan.ends) < plan.sublayers else single(plan)
+
+
+def _twin(model: Transformer, kernels: DepthKernels) -> Transformer:
+    with torch.device("meta"):
+        twin = Transformer(model.config, CACHED, model.dtype, kernels)
+    twin.load_state_dict(model.state_dict(), assign=True)
+    return twin.requires_grad_(False)

@@ -1,0 +1,88 @@
+"""Where a given text is read in the depth of a trained model: numbers as JSON, and two pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from lrattnres.checks import resolve_inspect
+from lrattnres.config import ConfigError, EvalConfig
+from lrattnres.evaluation.load import TrainedRun, load_run
+from lrattnres.evaluation.reads import reads_record
+from lrattnres.report.reads import mean_heatmap, token_heatmap
+from lrattnres.runs.files import to_json, write_atomic
+from lrattnres.use_config import InspectConfig
+
+PANELS = 6  # sites of the picture over tokens, unless some are named
+
+
+def inspect_run(config: InspectConfig, source: TextIO) -> Path:
+    """Writes reads.json, tokens.png and sites.png, says so, and returns their folder.
+
+    The end-of-text token that opens every document stands in front of the text. `source` is read for `text=-`.
+    Raises ConfigError for settings that cannot be, a text that the context has no room for and a model that routes
+    nothing; RunError and CheckpointError as for `load_run`.
+    """
+    text = _text(resolve_inspect(config), source)
+    evaluation = EvalConfig(
+        config.run, step=config.step, device=config.device, precision=config.precision, threads=config.threads
+    )
+    run = load_run(evaluation, print)
+    tokens = torch.tensor([run.tokenizer.separator, *run.tokenizer.encode(text).tolist()])
+    shown = range(config.first, min(config.first + config.shown, len(tokens)))
+    sites = _checked(config, run, len(tokens))
+    record = _named(run) | reads_record(run.model, run.tokenizer, tokens, documents=run.settings.documents)
+
+    out = Path(config.out) if config.out else run.folder.path / "inspection"
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomic(out / "reads.json", to_json(record) + "\n")
+    title = f"{run.folder.path.name}, step {run.checkpoint.step}"
+    part = f"tokens {shown.start} to {shown.stop - 1} of {len(tokens)}"
+    token_heatmap(record, sites, shown, f"{title}: {part}", out / "tokens.png")
+    mean_heatmap(record, f"{title}: mean over {len(tokens)} tokens", out / "sites.png")
+    print(f"α of {len(tokens)} tokens at {len(record['sites'])} sites: {out / 'reads.json'}")
+    print(f"{part}, {len(sites)} sites: {out / 'tokens.png'}")
+    print(f"all sites, mean over the tokens: {out / 'sites.png'}")
+    return out
+
+
+def _text(config: InspectConfig, source: TextIO) -> str:
+    try:
+        text = (
+            Path(config.file).read_text(encoding="utf-8") if config.file else source.read() if config.text == "-" else config.text
+        )
+        assert text is not None  # `resolve_inspect` has seen that one of the two is there
+        text.encode("utf-8")
+    except UnicodeError as fault:
+        raise ConfigError([f"text: not UTF-8: {fault}; convert it first, with iconv for example"]) from fault
+    except OSError as fault:
+        raise ConfigError([f"file={config.file}: cannot be read: {fault.strerror}"]) from fault
+    return text
+
+
+def _checked(config: InspectConfig, run: TrainedRun, tokens: int) -> list[int]:
+    """The sites of the picture over tokens. Raises ConfigError for all that does not fit the run or the text."""
+    model, last = run.settings.model, 2 * run.settings.model.layers + 1
+    if run.model.router.variant.keys is None:
+        raise ConfigError([f"run={config.run}: model.residual={model.residual} has no depth attention to look into"])
+    words = config.sites.split(",") if config.sites is not None else []
+    names = {str(site): site for site in range(2, last + 1)} | {"head": last}
+    faults = [
+        f"sites={config.sites}: {word!r} must be 2 to {last - 1}, the sub-layer that a site feeds, or head"
+        for word in words
+        if word.strip() not in names
+    ]
+    if tokens > model.context:
+        faults.append(f"text: {tokens} tokens, the end-of-text in front included, are more than the context of {model.context}")
+    if config.first >= tokens:
+        faults.append(f"first={config.first}: the text has {tokens} tokens; write 0 to {tokens - 1}")
+    if faults:
+        raise ConfigError(faults)
+    chosen = {names[word.strip()] for word in words}
+    return sorted(chosen or {2 + round(step * (last - 2) / (PANELS - 1)) for step in range(PANELS)})
+
+
+def _named(run: TrainedRun) -> dict[str, Any]:
+    return {"run": run.folder.path.name, "step": run.checkpoint.step, "residual": run.settings.model.residual}
