@@ -10,17 +10,16 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from omegaconf import OmegaConf
 
 from lrattnres.checks import DTYPES, resolve
 from lrattnres.config import AC, ConfigError, Device, TrainConfig, defaults, parse
 from lrattnres.depth.cost import cost
 from lrattnres.depth.router import VARIANTS
-from lrattnres.entry import REFUSED, loosened
+from lrattnres.entry import REFUSED, loosened, plain_settings
 from lrattnres.training.memory import GB, Memory, estimate_memory
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -92,9 +91,8 @@ def main() -> None:
     ConfigStore.instance().store(name="train_schema", node=defaults(TrainConfig))
     with initialize_config_dir(str(CONFIGS.resolve()), version_base="1.3"):
         tree = compose("train", loosened(settings, CONFIGS))
-    values: Any = OmegaConf.to_container(tree, resolve=True)
     try:
-        config, _ = resolve(parse(TrainConfig, values | {"name": "estimate", "device": "cpu"}))
+        config, _ = resolve(parse(TrainConfig, plain_settings(tree) | {"name": "estimate", "device": "cpu"}))
     except ConfigError as refusal:
         print(f"the configuration is not possible:\n{refusal}", file=sys.stderr)
         sys.exit(REFUSED)
