@@ -6,14 +6,19 @@ READY := $(VENV)/.ready
 TEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu gpu-check check docs clean
+GRID := runs/table1-proxy
+.PHONY: help setup demo table1-proxy test test-slow test-gpu gpu-check check docs clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(READY) ## train a small model for a few minutes on this CPU, evaluate it, draw where it reads
 	$(BIN)/python train.py experiment=demo
 	$(BIN)/python eval.py run=runs/demo-s_lr-N4-r16 diagnostics=true
+
+table1-proxy: $(READY) ## train all rows of the paper's Table 1 at a size for a CPU, and report; continues where it was stopped
+	$(BIN)/python scripts/table1.py experiment=proxy runs=$(GRID) $(SETTINGS)
+	$(BIN)/python scripts/report.py $(GRID)/*/ out=$(GRID)-report
 
 test: $(READY) ## the tests, in some minutes on two cores
 	$(TEST)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from lrattnres.checks import resolve
 from lrattnres.config import ConfigError, TrainConfig, defaults, parse
-from lrattnres.entry import folder_name, leave, loosened, refuse_early, run_name, take_part
+from lrattnres.entry import folder_name, leave, loosened, of_paper, plain_settings, refuse_early, run_name, take_part
 from lrattnres.ranks import placement
 from lrattnres.report.run import draw_training
 from lrattnres.training.run import train
@@ -25,14 +24,15 @@ ConfigStore.instance().store(name="train_schema", node=defaults(TrainConfig))
 
 def configured(tree: DictConfig) -> tuple[TrainConfig, list[str]]:
     """What the settings mean, with a name for the run. Raises ConfigError with every fault."""
-    values: Any = OmegaConf.to_container(tree, resolve=True)
+    values = plain_settings(tree)
     named = values["name"] != "???"
     config, notes = resolve(parse(TrainConfig, values if named else values | {"name": "unnamed"}))
+    choices = HydraConfig.get()
     if not named:
-        choices = HydraConfig.get()
         experiment = str(choices.runtime.choices.get("experiment") or "run")
         config.name = run_name(experiment, config, choices.overrides.task)
-    return config, notes
+    row = choices.runtime.choices.get("table1")
+    return config, [*([of_paper(str(row), config)] if row else []), *notes]
 
 
 def run(tree: DictConfig) -> bool:

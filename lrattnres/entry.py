@@ -13,7 +13,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
 
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torch import distributed
 
 from lrattnres.config import ConfigError, TrainConfig, defaults, fields_of, flatten, parse
@@ -30,8 +31,40 @@ T = TypeVar("T")
 FINISHED, FAULT, REFUSED, BROKEN_OFF, UNREADABLE = 0, 1, 2, 3, 74  # 74: EX_IOERR
 
 
+PAPER_WIDTH = 1024
+
+
 class MemberFailed(Exception):
     """A run of a sweep failed; the others went on."""
+
+
+def of_width(rank: int, *, _root_: DictConfig) -> int | None:
+    """`${of_width:R}` in configs/: the same share of `model.dim` as R is of the paper's width, 1024.
+
+    Raises ConfigError where that is no whole number. A `model.dim` that is none either has a fault of its own.
+    """
+    dim = OmegaConf.select(_root_, "model.dim", throw_on_missing=False)
+    if not isinstance(dim, int):
+        return None
+    scaled, rest = divmod(rank * dim, PAPER_WIDTH)
+    if rest or not scaled:
+        width = f"{rank} of {PAPER_WIDTH} dimensions would be a key width of {rank * dim / PAPER_WIDTH:g}"
+        raise ConfigError([f"model.dim={dim}: {width}; write model.rank=…"])
+    return scaled
+
+
+OmegaConf.register_new_resolver("of_width", of_width, replace=True)
+
+
+def plain_settings(tree: DictConfig) -> dict[str, Any]:
+    """The composed tree as plain values. Raises ConfigError for a value that is made of others and cannot be."""
+    try:
+        return OmegaConf.to_container(tree, resolve=True)  # type: ignore[return-value]
+    except OmegaConfBaseException as fault:
+        origin: BaseException | None = fault
+        while origin is not None and not isinstance(origin, ConfigError):
+            origin = origin.__cause__ or origin.__context__
+        raise origin or ConfigError([str(fault).partition("\n")[0]]) from None
 
 
 def loosened(arguments: Iterable[str], configs: Path) -> list[str]:
@@ -161,6 +194,13 @@ def refuse_early(arguments: Iterable[str]) -> None:
     if faults:
         print("the configuration is not possible:\n" + "\n".join(f"  - {fault}" for fault in faults), file=sys.stderr)
         sys.exit(REFUSED)
+
+
+def of_paper(row: str, config: TrainConfig) -> str:
+    """A line that says what a row of the paper's Table 1 is at this width."""
+    rank, dim = config.model.rank, config.model.dim
+    width = f"rank {rank} of {dim} dimensions, as {rank * PAPER_WIDTH / dim:g} of {PAPER_WIDTH}" if rank else "no rank"
+    return f"table1={row}: {width}"
 
 
 def run_name(experiment: str, config: TrainConfig, overrides: Iterable[str]) -> str:

@@ -9,21 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
-from omegaconf import OmegaConf
+from composing import composed
 
-from lrattnres.checks import DTYPES, resolve
-from lrattnres.config import AC, ConfigError, Device, TrainConfig, defaults, parse
+from lrattnres.checks import DTYPES
+from lrattnres.config import AC, Device, TrainConfig
 from lrattnres.depth.cost import cost
 from lrattnres.depth.router import VARIANTS
-from lrattnres.entry import REFUSED, loosened
+from lrattnres.entry import REFUSED
 from lrattnres.training.memory import GB, Memory, estimate_memory
 
-CONFIGS = Path(__file__).parents[1] / "configs"
 EFFICIENCY = 0.4  # of each peak
 
 
@@ -89,15 +85,7 @@ def main() -> None:
     if name not in GPUS or not gpus.isdigit() or gpus == "0":
         print(f"gpu={name} gpus={gpus}: write one of {', '.join(GPUS)}, and a number", file=sys.stderr)
         sys.exit(REFUSED)
-    ConfigStore.instance().store(name="train_schema", node=defaults(TrainConfig))
-    with initialize_config_dir(str(CONFIGS.resolve()), version_base="1.3"):
-        tree = compose("train", loosened(settings, CONFIGS))
-    values: Any = OmegaConf.to_container(tree, resolve=True)
-    try:
-        config, _ = resolve(parse(TrainConfig, values | {"name": "estimate", "device": "cpu"}))
-    except ConfigError as refusal:
-        print(f"the configuration is not possible:\n{refusal}", file=sys.stderr)
-        sys.exit(REFUSED)
+    config = composed(settings, name="estimate", device="cpu")
     print("\n".join(lines(dataclasses.replace(config, device=Device.cuda), name, int(gpus))))
 
 

@@ -1,6 +1,5 @@
 """What the configuration refuses, and that it names every fault at once, with its key, its value and a remedy."""
 
-import csv
 import dataclasses
 
 import pytest
@@ -12,8 +11,8 @@ from omegaconf import OmegaConf
 from lrattnres.checks import BOUNDS, resolve
 from lrattnres.config import ConfigError, EvalConfig, TokenizeConfig, TrainConfig, defaults, fields_of, flatten, parse, plain
 from lrattnres.depth.router import VARIANTS
-from lrattnres.entry import loosened, run_name
-from tests.paths import CONFIGS, ROOT
+from lrattnres.entry import loosened, of_paper, plain_settings, run_name
+from tests.paths import CONFIGS
 
 DEMO = ("experiment=demo", "name=test")
 
@@ -23,7 +22,7 @@ def composed(*overrides: str) -> TrainConfig:
     ConfigStore.instance().store(name="train_schema", node=defaults(TrainConfig))
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         tree = compose("train", loosened(overrides, CONFIGS))
-    return parse(TrainConfig, OmegaConf.to_container(tree, resolve=True))
+    return parse(TrainConfig, plain_settings(tree))
 
 
 def faults(*overrides: str) -> list[str]:
@@ -188,9 +187,59 @@ def test_flatten_names_leaves_by_their_path() -> None:
     assert flatten({"a": {"b": 1, "c": {}}, "d": None}) == {"a.b": 1, "a.c": {}, "d": None}
 
 
-@pytest.mark.parametrize("row", list(csv.DictReader((ROOT / "tests/depth/table1.csv").open())), ids=lambda row: row["row"])
-def test_the_rows_of_table_1_are_a_group(row: dict[str, str]) -> None:
-    (file,) = (CONFIGS / "table1").glob(f"{row['row']}_*.yaml")
-    config, notes = resolve(composed("name=x", "device=cpu", f"+table1={file.stem}"))
-    chosen = tuple("" if value is None else str(value) for value in (config.model.blocks, config.model.rank))
-    assert (config.model.residual, *chosen) == (row["residual"], row["blocks"], row["rank"]) and notes == []
+# Row, residual path, N and r of the paper's Table 1, and r at an eighth of its width.
+GRID = [
+    ("01_baseline", "baseline", None, None, None),
+    ("02_full_attn_res", "attn_res", None, None, None),
+    ("03_block4_attn_res", "attn_res", 4, None, None),
+    ("04_block8_attn_res", "attn_res", 8, None, None),
+    ("05_block16_attn_res", "attn_res", 16, None, None),
+    ("06_full_p_lr_r16", "p_lr", None, 16, 2),
+    ("07_full_p_lr_r32", "p_lr", None, 32, 4),
+    ("08_full_p_lr_r64", "p_lr", None, 64, 8),
+    ("09_block4_p_lr_r32", "p_lr", 4, 32, 4),
+    ("10_block8_p_lr_r32", "p_lr", 8, 32, 4),
+    ("11_block16_p_lr_r32", "p_lr", 16, 32, 4),
+    ("12_full_s_lr_r16", "s_lr", None, 16, 2),
+    ("13_full_s_lr_r32", "s_lr", None, 32, 4),
+    ("14_full_s_lr_r64", "s_lr", None, 64, 8),
+    ("15_full_s_lr_r128", "s_lr", None, 128, 16),
+    ("16_full_s_lr_r256", "s_lr", None, 256, 32),
+    ("17_full_s_lr_r512", "s_lr", None, 512, 64),
+    ("18_block4_s_lr_r64", "s_lr", 4, 64, 8),
+    ("19_block8_s_lr_r64", "s_lr", 8, 64, 8),
+    ("20_block16_s_lr_r64", "s_lr", 16, 64, 8),
+]
+
+
+def test_the_grid_of_table_1_is_whole() -> None:
+    assert sorted(file.stem for file in (CONFIGS / "table1").iterdir()) == [row[0] for row in GRID]
+
+
+@pytest.mark.parametrize(("row", "residual", "blocks", "paper_rank", "proxy_rank"), GRID, ids=[row[0] for row in GRID])
+def test_a_row_of_table_1_at_both_sizes(row: str, residual: str, blocks: int | None, paper_rank: int, proxy_rank: int) -> None:
+    for experiment, rank in (("paper", paper_rank), ("proxy", proxy_rank)):
+        config, notes = resolve(composed("device=cpu", "name=x", f"experiment={experiment}", f"+table1={row}", "compile=off"))
+        assert (config.model.residual, config.model.blocks, config.model.rank) == (residual, blocks, rank) and notes == []
+        name = run_name(experiment, config, [f"+table1={row}", f"experiment={experiment}", "++seed=2"])
+        granularity = "" if residual == "baseline" else f"-N{blocks}" if blocks else "-full"
+        assert name == f"{experiment}-{residual}{granularity}{f'-r{rank}' if rank else ''}-seed=2"
+        assert (f"rank {rank} of {config.model.dim}" if rank else "no rank") in of_paper(row, config)
+
+
+def test_a_rank_that_was_written_wins_and_one_that_is_no_whole_number_is_refused() -> None:
+    row = ("experiment=proxy", "+table1=10_block8_p_lr_r32", "name=x")
+    assert composed(*row, "model.rank=5").model.rank == 5
+    assert composed(*row, "model.dim=96", "model.heads=2").model.rank == 3
+    for dim, width in ((100, "3.125"), (16, "0.5")):
+        with pytest.raises(ConfigError, match=rf"model\.dim={dim}: 32 of 1024 .* {width}; write model\.rank="):
+            composed(*row, f"model.dim={dim}")
+    assert composed(*row, "model.dim=100", "model.rank=3").model.rank == 3
+    with pytest.raises(ConfigError, match=r"model\.dim=abc: must be a whole number"):
+        composed(*row, "model.dim=abc")
+
+
+def test_the_proxy_is_as_large_as_its_page_says() -> None:
+    config, _ = resolve(composed("experiment=proxy", "name=x"))
+    assert (config.steps, config.global_batch, config.micro_batch, config.compile.name) == (300, 8, 8, "off")
+    assert (config.evaluation.every, config.evaluation.tokens, config.evaluation.diagnostics_tokens) == (100, 131_072, 65_536)

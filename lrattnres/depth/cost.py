@@ -14,18 +14,26 @@ from lrattnres.depth.plan import plan_of
 
 @dataclass(frozen=True)
 class Cost:
-    """core: L(4d² + 3dm), the plain transformer without embedding and head; routing: scores and mixtures,
-    (d + r)·S; projection: the key rows, r[L(d + m) + d], and what the ablations add: M·r·d for queries that depend on the
-    input, a factor on each of the (M + 1)·d values written for scaled sources; attention: QKᵀ and αV over a causal window, L·d·T;
-    head: d·vocabulary. All in multiply-adds a token. parameters: what routing adds.
+    """core: L(4d² + 3dm), the plain transformer without embedding and head; scores: r·S; mixtures: d·S; projection: the
+    key rows, r[L(d + m) + d], and what the ablations add: M·r·d for queries that depend on the input, a factor on each of
+    the (M + 1)·d values written for scaled sources; attention: QKᵀ and αV over a causal window, L·d·T; head: d·vocabulary.
+    All in multiply-adds a token. parameters: what routing adds; cache: values a token that are kept as sources, K·d, and
+    K·r more for keys of their own.
     """
 
     core: int
-    routing: int
+    scores: int
+    mixtures: int
     projection: int
     attention: int
     head: int
     parameters: int
+    cache: int
+
+    @property
+    def routing(self) -> int:
+        """What the reads cost, (d + r)·S."""
+        return self.scores + self.mixtures
 
     @property
     def added_percent(self) -> float:
@@ -36,6 +44,12 @@ class Cost:
     def training_flops(self) -> int:
         """FLOPs a token of a training step: a multiply-add is two, and the backward pass twice the forward."""
         return 6 * (self.core + self.routing + self.projection + self.attention + self.head)
+
+    @property
+    def model_parameters(self) -> int:
+        """Of the whole model. Each weight of the core and of the head is used once a token; the embedding is as large as
+        the head."""
+        return self.core + 2 * self.head + self.parameters
 
 
 def cost(config: ModelConfig, keys: KeyRule | None) -> Cost:
@@ -51,9 +65,11 @@ def cost(config: ModelConfig, keys: KeyRule | None) -> Cost:
     scales = len(plan.sources(plan.sublayers)) if keys and depth.learned_scale else 0
     return Cost(
         core=layers * (4 * dim**2 + 3 * dim * width),
-        routing=(dim + rank) * plan.reads if keys else 0,
+        scores=rank * plan.reads,
+        mixtures=dim * plan.reads if keys else 0,
         projection=rows + queries + scaled,
         attention=layers * dim * config.context,
         head=dim * (config.vocabulary or 0),
         parameters=rows + plan.sublayers * rank + queries + scales,
+        cache=plan.retained * (dim + (rank if keys.emits else 0)) if keys else 0,
     )

@@ -52,6 +52,11 @@ class DepthPlan:
         """S of the paper's appendix: the number of sources summed over every site that routes."""
         return sum(len(self.sources(site)) for site in self.sites if site > 0)
 
+    @property
+    def retained(self) -> int:
+        """K of the paper's appendix: the most sources that any site reads, and so the most that are kept at one time."""
+        return max(len(self.sources(site)) for site in self.sites)
+
 
 def plan_of(config: ModelConfig) -> DepthPlan:
     """The plan of a model: both sub-layers of each of its transformer blocks write."""

@@ -1,0 +1,34 @@
+"""What scripts about a configuration share: the settings of train.py, composed and checked as train.py does it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+
+from lrattnres.checks import resolve
+from lrattnres.config import ConfigError, TrainConfig, defaults, parse
+from lrattnres.entry import REFUSED, loosened, plain_settings
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = ROOT / "configs"
+TABLE1 = tuple(sorted(file.stem for file in (CONFIGS / "table1").glob("*.yaml")))
+
+
+def composed(settings: Iterable[str], **instead: Any) -> TrainConfig:
+    """The configuration that `python train.py SETTINGS` runs, with the values of `instead` in place of its own.
+
+    Says what is wrong and exits with 2 where there is none.
+    """
+    ConfigStore.instance().store(name="train_schema", node=defaults(TrainConfig))
+    try:
+        with initialize_config_dir(str(CONFIGS.resolve()), version_base="1.3"):
+            tree = compose("train", loosened(settings, CONFIGS))
+        return resolve(parse(TrainConfig, plain_settings(tree) | instead))[0]
+    except ConfigError as refusal:
+        print(f"the configuration is not possible:\n{refusal}", file=sys.stderr)
+        sys.exit(REFUSED)

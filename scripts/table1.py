@@ -1,0 +1,125 @@
+"""Trains the whole grid of the paper's Table 1: `python scripts/table1.py experiment=proxy runs=DIR [settings of train.py]`.
+
+All 20 rows with one seed, then the baseline and the two low-rank rows of 8 blocks with two seeds more. First it says how
+long that will take, from a few steps of the cheapest and the dearest row, timed now. The same command continues where
+it was stopped: finished runs are skipped, begun ones resumed. `plan=true` only says what is left.
+"""
+
+from __future__ import annotations
+
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+from composing import ROOT, TABLE1, composed
+
+from lrattnres.config import TrainConfig
+from lrattnres.depth.cost import cost
+from lrattnres.depth.router import VARIANTS
+from lrattnres.entry import REFUSED, run_name
+from lrattnres.runs.checkpoint import Checkpoints
+from lrattnres.runs.folder import RunFolder
+from lrattnres.runs.metrics import MetricsFile
+from lrattnres.training.signals import STOPPED
+
+SEEDED = ("01_baseline", "10_block8_p_lr_r32", "19_block8_s_lr_r64")
+SEEDS = (1, 2)
+STEPS = 6  # that are timed, the first of them not counted
+FORWARD = 1 / 3  # of a training step's time: the backward pass takes twice as long
+
+
+class Member(NamedTuple):
+    """One run of the grid. reads: multiply-adds of its reads a token; done: steps that a continuation need not repeat."""
+
+    row: str
+    config: TrainConfig
+    reads: int
+    done: int
+
+    @property
+    def tokens(self) -> float:
+        """What is left to do, in tokens of training; an evaluated token counts as a forward pass."""
+        config, evaluation = self.config, self.config.evaluation
+        if self.done == config.steps:
+            return 0
+        every = evaluation.every or config.steps
+        times = -(-config.steps // every) - self.done // every
+        return (config.steps - self.done) * config.global_batch * config.model.context + times * evaluation.tokens * FORWARD
+
+
+def member(settings: list[str], row: str, *seed: str) -> Member:
+    words = [*settings, f"+table1={row}", *seed]
+    chosen = dict(word.split("=", 1) for word in words)
+    config = composed(words, name="unnamed")
+    config.name = run_name(chosen.get("experiment", "paper"), config, words)
+    folder = RunFolder(Path(config.runs) / config.name)
+    saved = Checkpoints(folder.checkpoints_path).steps() if folder.checkpoints_path.is_dir() else []
+    done = config.steps if folder.finished() else min(max(saved, default=0), config.steps - 1)
+    return Member(row, config, cost(config.model, VARIANTS[config.model.residual].keys).routing, done)
+
+
+def seconds_a_token(settings: list[str], row: str) -> float:
+    """Measured in a run of a few steps, in a folder that is removed."""
+    with tempfile.TemporaryDirectory(prefix="lrattnres-table1-") as folder:
+        short = [f"steps={STEPS}", "name=timing", f"runs={folder}", f"checkpoint.every={STEPS}", "evaluation.every=null"]
+        short += ["evaluation.tokens=1", "instruments.log=1", "instruments.depth=null", "logger=none"]
+        short += [f"optimizer.{name}=0" for name in ("warmup", "warmdown", "momentum_rise", "momentum_fall")]
+        command = [sys.executable, str(ROOT / "train.py"), *settings, f"+table1={row}", *short]
+        ended = subprocess.run(command, capture_output=True, text=True)
+        if ended.returncode:
+            print(ended.stdout, ended.stderr, sep="\n", file=sys.stderr)
+            sys.exit(ended.returncode)
+        rates = [record["tokens_per_second"] for record in MetricsFile.read(Path(folder) / "timing" / "metrics.jsonl")]
+    return 1 / statistics.median(rates[1:])
+
+
+def forecast(members: list[Member], settings: list[str]) -> str:
+    """What is left, and for how long: a token's time is a line over what its reads cost, through two measured rows."""
+    left = [member for member in members if member.tokens]
+    finished, begun = len(members) - len(left), sum(member.done > 0 for member in left)
+    counts = f"{len(members)} runs, {finished} of them finished, {begun} begun"
+    if not left:
+        return f"{counts}: nothing is left to train"
+    ends = [choose(members, key=lambda member: member.reads) for choose in (min, max)]
+    low, high = (seconds_a_token(settings, end.row) for end in ends)
+    slope = (high - low) / (ends[1].reads - ends[0].reads)
+    total = sum(member.tokens * (low + slope * (member.reads - ends[0].reads)) for member in left)
+    batch = members[0].config.global_batch * members[0].config.model.context
+    timed = ", ".join(f"{end.row} {a_token * batch:.3g} s" for end, a_token in zip(ends, (low, high), strict=True))
+    return f"{counts}: about {timedelta(seconds=round(total))} to go (a step takes now: {timed})"
+
+
+def train(words: list[str]) -> int:
+    """train.py as a sweep, until it ends; signals are its own affair, and it saves before it leaves."""
+    child = subprocess.Popen([sys.executable, str(ROOT / "train.py"), "-m", *words])
+    signal.signal(signal.SIGINT, lambda *_: None)  # a terminal tells both
+    signal.signal(signal.SIGTERM, lambda *_: child.send_signal(signal.SIGTERM))
+    return child.wait()
+
+
+def main() -> None:
+    plan_only = "plan=true" in sys.argv[1:]
+    settings = [word for word in sys.argv[1:] if word != "plan=true"]
+    for word in settings:
+        if word.lstrip("+").split("=")[0] in ("seed", "name", "table1") or "=" not in word or word.startswith("-"):
+            print(f"{word}: the grid sets rows, seeds and names by itself; leave it out", file=sys.stderr)
+            sys.exit(REFUSED)
+    members = [member(settings, row) for row in TABLE1]
+    members += [member(settings, row, f"seed={seed}") for seed in SEEDS for row in SEEDED]
+    print(forecast(members, settings), flush=True)
+    more = [f"+table1={','.join(SEEDED)}", f"seed={','.join(map(str, SEEDS))}"]
+    codes = [0]
+    for words in [] if plan_only else [["+table1=glob(*)"], more]:
+        codes.append(train([*settings, *words]))
+        if codes[-1] == STOPPED:
+            break
+    sys.exit(max(codes))
+
+
+if __name__ == "__main__":
+    main()
