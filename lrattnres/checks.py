@@ -33,6 +33,7 @@ from lrattnres.config import (
 )
 from lrattnres.data.tokenizers import VOCABULARY
 from lrattnres.depth.ablations import changed
+from lrattnres.depth.matching import MATCHES, matched
 from lrattnres.depth.router import VARIANTS
 from lrattnres.kernels.backends import choose_kernels
 from lrattnres.model.attention import choose_attention
@@ -81,6 +82,7 @@ BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "evaluation.every": (1, None),
     "evaluation.tokens": (1, None),
     "evaluation.batch": (1, None),
+    "evaluation.diagnostics_every": (1, None),
     "evaluation.diagnostics_tokens": (1, None),
     "data.max_files": (1, None),
     "data.max_tokens": (1, None),
@@ -142,7 +144,21 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
         notes.append("compile=model is compile=regions on many ranks: weights are gathered between one region and the next")
         config = dataclasses.replace(config, compile=Compile.regions)
     vocabulary = config.model.vocabulary or VOCABULARY[config.tokenizer.name]
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocabulary=vocabulary, **gone)), notes
+    given = dataclasses.replace(config.model, vocabulary=vocabulary)
+    config = dataclasses.replace(config, model=dataclasses.replace(given, **gone))
+    return _matched(config, given, notes) if config.match else (config, notes)
+
+
+def _matched(config: TrainConfig, given: ModelConfig, notes: list[str]) -> tuple[TrainConfig, list[str]]:
+    """With one number changed, after which everything is checked once more. `given` has what the other run may need."""
+    try:
+        changed, note = matched(config, given)
+    except ValueError as fault:
+        raise ConfigError([str(fault)]) from fault
+    faults = [fault for check in CHECKS for fault in check(changed)]
+    if faults:
+        raise ConfigError([f"{note}, and then:", *faults])
+    return changed, [*notes, note]
 
 
 def _used_ablations(model: ModelConfig) -> tuple[DepthConfig, list[str]]:
@@ -204,6 +220,16 @@ def _ablations(config: TrainConfig) -> Iterator[str]:
             f"model.depth.block_scale={depth.block_scale.name}: model.depth.sources=states are no sums of blocks; "
             "write model.depth.block_scale=sum, or model.depth.sources=outputs"
         )
+
+
+def _match(config: TrainConfig) -> Iterator[str]:
+    for key, value, table in (("match", config.match, MATCHES), ("match_to", config.match_to, VARIANTS)):
+        if value is not None and value not in table:
+            yield f"{key}={value}: must be null or one of {', '.join(table)}"
+    if config.match is not None and config.match_to is None:
+        yield f"match={config.match}: with what? write match_to=… ({', '.join(VARIANTS)}), or match=null"
+    if config.match is None and config.match_to is not None:
+        yield f"match_to={config.match_to}: in what? write match=… ({', '.join(MATCHES)}), or match_to=null"
 
 
 def _shapes(config: TrainConfig) -> Iterator[str]:
@@ -372,6 +398,6 @@ def _shard_degree(mode: ParallelMode, degree: int | None, world: int) -> Iterato
 
 
 CHECKS: tuple[Callable[[TrainConfig], Iterator[str]], ...] = (
-    *(_bounds, _depth, _ablations, _shapes),
+    *(_bounds, _depth, _ablations, _match, _shapes),
     *(_schedule, _data, _machine, _parallel),
 )

@@ -165,6 +165,9 @@ class EvaluationConfig:
     every: int | None = option("steps between evaluations in training; null: only at the end", may_change=True)
     tokens: int = option("held-out tokens that are evaluated")
     batch: int = option("sequences a forward pass", 16, may_change=True)
+    diagnostics_every: int | None = option(
+        "steps between depth diagnostics in training, which come after the last step too; null: off", None, may_change=True
+    )
     diagnostics_tokens: int = option("held-out tokens of the depth diagnostics", 1_000_000, may_change=True)
 
 
@@ -198,11 +201,7 @@ class ParallelConfig:
 
 @dataclass
 class ClusterConfig:
-    requeue: bool = option(
-        "when a signal stops a SLURM job: save, and put the job back into the queue",
-        False,
-        may_change=True,
-    )
+    requeue: bool = option("when a signal stops a SLURM job: save, and put the job back into the queue", False, may_change=True)
 
 
 @dataclass
@@ -216,6 +215,8 @@ class TrainConfig:
     steps: int = option("optimizer steps of the whole run")
     global_batch: int = option("sequences a step, and the number of data streams")
     micro_batch: int = option("sequences a forward pass", may_change=True)
+    match: str | None = option("compare at equal parameters (the MLP's width changes), tokens or compute (steps change)", None)
+    match_to: str | None = option("residual path of the same configuration that `match` compares with", None)
     z_loss: float = option("weight of the mean squared logsumexp", 1e-5)
     documents: bool = option("attention stays inside a document", True)
     max_bad_steps: int = option("non-finite steps in a row that stop the run", 10, may_change=True)

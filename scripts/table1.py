@@ -30,6 +30,7 @@ from lrattnres.training.signals import STOPPED
 SEEDED = ("01_baseline", "10_block8_p_lr_r32", "19_block8_s_lr_r64")
 SEEDS = (1, 2)
 STEPS = 6  # that are timed, the first of them not counted
+PROBED = 2  # forward passes that a diagnosed token takes: every read is made twice
 FORWARD = 1 / 3  # of a training step's time: the backward pass takes twice as long
 
 
@@ -49,7 +50,11 @@ class Member(NamedTuple):
             return 0
         every = evaluation.every or config.steps
         times = -(-config.steps // every) - self.done // every
-        return (config.steps - self.done) * config.global_batch * config.model.context + times * evaluation.tokens * FORWARD
+        passes = times * evaluation.tokens
+        if evaluation.diagnostics_every:
+            times = -(-config.steps // evaluation.diagnostics_every) - self.done // evaluation.diagnostics_every
+            passes += times * evaluation.diagnostics_tokens * PROBED
+        return (config.steps - self.done) * config.global_batch * config.model.context + passes * FORWARD
 
 
 def member(settings: list[str], row: str, *seed: str) -> Member:
@@ -66,8 +71,15 @@ def member(settings: list[str], row: str, *seed: str) -> Member:
 def seconds_a_token(settings: list[str], row: str) -> float:
     """Measured in a run of a few steps, in a folder that is removed."""
     with tempfile.TemporaryDirectory(prefix="lrattnres-table1-") as folder:
-        short = [f"steps={STEPS}", "name=timing", f"runs={folder}", f"checkpoint.every={STEPS}", "evaluation.every=null"]
-        short += ["evaluation.tokens=1", "instruments.log=1", "instruments.depth=null", "logger=none"]
+        short = [f"steps={STEPS}", "name=timing", f"runs={folder}", f"checkpoint.every={STEPS}"]
+        short += ["evaluation.every=null", "evaluation.diagnostics_every=null"]
+        short += [
+            "evaluation.tokens=1",
+            "instruments.log=1",
+            "instruments.depth=null",
+            "evaluation.diagnostics_every=null",
+            "logger=none",
+        ]
         short += [f"optimizer.{name}=0" for name in ("warmup", "warmdown", "momentum_rise", "momentum_fall")]
         command = [sys.executable, str(ROOT / "train.py"), *settings, f"+table1={row}", *short]
         ended = subprocess.run(command, capture_output=True, text=True)

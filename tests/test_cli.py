@@ -89,6 +89,9 @@ def test_two_kills_change_nothing(tiny_run, tmp_path: Path, residual: str) -> No
         assert step == 7 or "continuing from step" in output
     assert "continuing from step" in run("train.py", *settings, "name=cut")
     assert_equal_runs(tmp_path / "runs" / "straight", cut)
+    summaries = [json.loads((tmp_path / "runs" / name / "summary.json").read_text()) for name in ("straight", "cut")]
+    norms = [record["grad_norm"] for record in comparable(cut)]
+    assert summaries[0] == summaries[1] and summaries[0]["mean_grad_norm"] == pytest.approx(sum(norms) / 40, rel=1e-12)
     again = run("train.py", *settings, "name=cut")
     assert "finished at step 40" in again and "continuing" not in again
 
@@ -152,7 +155,7 @@ def test_a_corpus_that_changed_is_refused(tiny_run, tmp_path: Path) -> None:
 
 
 def test_evaluation_needs_the_folder_only_and_repeats_itself(tiny_run, tmp_path: Path) -> None:
-    run("train.py", *tiny_run("checkpoint.keep_last=9"))
+    run("train.py", *tiny_run("checkpoint.keep_last=9", "evaluation.diagnostics_every=100", "evaluation.diagnostics_tokens=300"))
     folder = tmp_path / "runs" / "run"
     trained = json.loads((folder / "summary.json").read_text())
     first = run("eval.py", f"run={folder}", "threads=1")
@@ -166,6 +169,10 @@ def test_evaluation_needs_the_folder_only_and_repeats_itself(tiny_run, tmp_path:
     twenty = [record for record in comparable(folder) if record["step"] == 20]
     assert json.loads((folder / "evaluation" / "step_000020.json").read_text())["val_loss"] != twenty[0]["val_loss"]
     diagnostics = json.loads((folder / "evaluation" / "step_000020.diagnostics.json").read_text())
+    (in_training,) = (folder / "evaluation").glob("step_000040.diagnostics.json")
+    before = in_training.read_text()
+    run("eval.py", f"run={folder}", "diagnostics=true", "threads=1", "kernels=reference")
+    assert in_training.read_text() == before
     assert all(sum(weights) == pytest.approx(1, abs=1e-5) for weights in diagnostics["mean_weight"][1:])
     for name in ("depth.png", "sites.png", "loss.png"):
         assert (folder / "plots" / name).read_bytes().startswith(b"\x89PNG")

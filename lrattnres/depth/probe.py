@@ -16,7 +16,10 @@ from lrattnres.depth.router import Depth, DepthRouter
 
 
 class DepthProbe:
-    """An observer of forward passes: `model(tokens, mask, observe=probe)`. Sums are float64."""
+    """An observer of forward passes: `model(tokens, mask, observe=probe)`. Sums are float64.
+
+    Called with `valid`, booleans [B, T], it counts those positions alone: `observe=partial(probe, valid=…)`.
+    """
 
     def __init__(self, router: DepthRouter):
         self.router = router
@@ -27,13 +30,17 @@ class DepthProbe:
         self.weights = [torch.zeros(len(router.plan.sources(site)), dtype=torch.float64) for site in router.plan.sites]
 
     @torch.no_grad()
-    def __call__(self, site: int, depth: Depth) -> None:
-        hidden = self.router.hidden(depth, site)
+    def __call__(self, site: int, depth: Depth, valid: Tensor | None = None) -> None:
+        def counted(values: Tensor) -> Tensor:
+            return values.flatten(0, -2) if valid is None else values[valid.to(values.device)]
+
+        hidden = counted(self.router.hidden(depth, site))
         self.tokens[site] += hidden[..., 0].numel()
         self.norm[site] += _total(hidden.float().norm(dim=-1))
         weights = self.router.weights(depth, site)
         if weights is None:
             return
+        weights = counted(weights)
         entropy = torch.special.entr(weights).sum(-1)
         heads = self.router.heads
         self.effective[site] += _total(entropy.exp()) / heads

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
+from functools import partial, reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lrattnres.data.packing import IGNORE
 from lrattnres.depth.probe import DepthProbe
+from lrattnres.evaluation.heldout import shares
 from lrattnres.evaluation.loss import window_losses
 from lrattnres.model.transformer import Transformer
 from lrattnres.ranks import Ranks
@@ -21,22 +23,20 @@ def diagnose(
 ) -> dict[str, Any]:
     """Effective sources, mean and largest α, and the norm of h, per site: see `DepthProbe`.
 
-    Every position of every window counts once; the padding of the last window is cut off row by row.
-    Rank r of W, each with a whole model, takes batches r, r + W, …, and all get the result of all.
+    Every position that has a target counts once. No α outlives its batch: of each batch its sums are kept, which are
+    added in the order of the batches, so the result is the same bit by bit for any number of ranks. All ranks take
+    part in every pass, as the weights of a sharded model are gathered by all of them.
     """
     ranks = ranks or Ranks()
-    probe = DepthProbe(model.router)
-    for batch in itertools.islice(windows, ranks.rank, None, ranks.world):
-        for window in _unpadded(batch):
-            window_losses(model, window, separator, documents=documents, observe=probe)
-    for sums in probe.sums():
-        ranks.sum(sums)
-    return probe.results()
-
-
-def _unpadded(batch: Tensor) -> list[Tensor]:
-    """The whole windows as one batch, and a cut window as a batch of its own length."""
-    lengths = (batch >= 0).sum(dim=1)
-    whole = lengths == batch.shape[1]
-    parts = [batch[whole]] if whole.any() else []
-    return parts + [row[:length].unsqueeze(0) for row, length in zip(batch[~whole], lengths[~whole], strict=True)]
+    of_batches = []
+    for batch in shares(windows, ranks):
+        probe = DepthProbe(model.router)
+        observe = partial(probe, valid=batch[:, 1:] != IGNORE)
+        window_losses(model, batch, separator, documents=documents, observe=observe)
+        of_batches.append(torch.cat(probe.sums()))
+    in_order = ranks.gather(torch.stack(of_batches)).transpose(0, 1).flatten(0, 1)
+    total = DepthProbe(model.router)
+    sums = total.sums()
+    for own, value in zip(sums, reduce(torch.add, in_order).split([len(own) for own in sums]), strict=True):
+        own.copy_(value)
+    return total.results()

@@ -55,7 +55,7 @@ def evaluate(
     ranks = ranks or Ranks()
     bytes_of = torch.from_numpy(tokenizer.token_bytes)
     sums = []
-    for batch in _shares(windows, ranks):
+    for batch in shares(windows, ranks):
         losses = window_losses(model, batch, tokenizer.separator, documents=documents).sums()
         targets = batch[:, 1:]
         text = bytes_of[targets[targets != IGNORE]].sum()
@@ -73,8 +73,8 @@ def _total(values: Tensor) -> float:
     return metric.compute().item()
 
 
-def _shares(windows: Iterable[Tensor], ranks: Ranks) -> Iterator[Tensor]:
-    """This rank's batches; as many on every rank."""
+def shares(windows: Iterable[Tensor], ranks: Ranks) -> Iterator[Tensor]:
+    """This rank's batches r, r + W, …; as many on every rank, the last one nothing but padding where they run out."""
     batches = iter(windows)
     while round_ := list(itertools.islice(batches, ranks.world)):
         yield round_[ranks.rank] if ranks.rank < len(round_) else torch.full_like(round_[0], IGNORE)

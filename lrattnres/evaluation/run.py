@@ -44,7 +44,7 @@ class Evaluation:
         self.file.parent.mkdir(exist_ok=True)
         write_atomic(self.file, to_json(self.record, indent=2) + "\n")
         if self.diagnostics is not None:
-            write_atomic(self.file.with_suffix(".diagnostics.json"), to_json(self.diagnostics, indent=1) + "\n")
+            self.folder.write_diagnostics(self.step, self.diagnostics)
 
 
 def evaluate_run(config: EvalConfig) -> Evaluation:

@@ -6,7 +6,7 @@
         corpus.json        the files of a streamed corpus: revision, names, sizes, row groups
         environment.json   "starts": versions, revision and command line of every start
         metrics.jsonl      one JSON object a line
-        evaluation/        what eval.py measured
+        evaluation/        what eval.py measured, and step_STEP.diagnostics.json: where each site reads, of training too
         checkpoints/       plots/       summary.json (once the run is finished)
 
 Every file is replaced as a whole, so what is there is complete.
@@ -86,6 +86,12 @@ class RunFolder:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+
+    def write_diagnostics(self, step: int, diagnostics: Mapping[str, Any]) -> None:
+        """evaluation/step_STEP.diagnostics.json: what `lrattnres.evaluation.diagnostics.diagnose` found at that step."""
+        file = self.path / "evaluation" / f"step_{step:06d}.diagnostics.json"
+        file.parent.mkdir(exist_ok=True)
+        write_atomic(file, to_json(dict(diagnostics), indent=1) + "\n")
 
     def record_choices(self, choices: Mapping[str, Any]) -> None:
         """Adds what this start decided by itself (device, attention, precision, …) to its entry in environment.json."""

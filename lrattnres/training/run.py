@@ -33,6 +33,7 @@ from lrattnres.training.sinks import build_sink
 from lrattnres.training.trainer import Trainer, TrainingError
 
 Say = Callable[[str], None]
+APART = ("peak_flops", "peak_from", "notes")  # of the choices, what is printed on lines of its own
 
 
 def train(config: TrainConfig, notes: list[str]) -> tuple[RunFolder, bool]:
@@ -96,6 +97,7 @@ def _train(config: TrainConfig, notes: list[str], dataset: Dataset, folder: RunF
     price = cost(config.model, model.router.variant.keys)
     peak, source = ranks.of_first(lambda: peak_flops(model.head.weight.device, model.dtype))
     choices |= {"peak_flops": peak, "peak_from": source}
+    choices |= {"notes": notes} if notes else {}
     if ranks.first:
         folder.record_choices(choices)
         print(_opening(config, notes, dataset, folder, model, price, choices), flush=True)
@@ -121,6 +123,7 @@ def _train(config: TrainConfig, notes: list[str], dataset: Dataset, folder: RunF
             peak_flops=peak * ranks.world,
             write=write,
             say=say,
+            write_diagnostics=folder.write_diagnostics if ranks.first else _quiet,
             parallel=parallel,
         )
         if ranks.world > 1:
@@ -166,7 +169,7 @@ def _requeued() -> str:
         raise TrainingError(f"the run is saved, but will not go on by itself: {fault}") from fault
 
 
-def _quiet(_: object) -> None:
+def _quiet(*_: object) -> None:
     """Rank 0 writes and speaks for all."""
 
 
@@ -230,6 +233,7 @@ def _finish(folder: RunFolder, trainer: Trainer) -> None:
     last = MetricsFile.read(folder.metrics_path)[-1]
     names = ("step", "tokens", "loss", "val_loss", "val_tokens", "val_bytes", "val_perplexity", "val_bits_per_byte")
     summary = {name: last[name] for name in names} | {"bad_steps": trainer.progress.bad_steps}
+    summary |= {"mean_grad_norm": trainer.mean_grad_norm}
     folder.finish(summary)
     print(
         f"{folder.path}: finished at step {summary['step']}: held-out loss {summary['val_loss']:.4f} nats per token, "
@@ -258,7 +262,9 @@ def _opening(
         "model": f"{router.layers} blocks of width {router.dim}, {parameters:,} parameters",
         "data": dataset.description,
         "batch": f"{config.global_batch} x {router.context} tokens a step, {config.steps:,} steps",
-        "machine": ", ".join(f"{name} {value}" for name, value in choices.items() if not name.startswith("peak")),
+        "machine": ", ".join(
+            f"{name} {value}" for name, value in choices.items() if name != "notes" and not name.startswith("peak")
+        ),
         "kernels": f"{model.router.kernels.name}, {model.router.kernels.reason}",
         "peak": f"{choices['peak_flops'] / 1e12:.3g} TFLOP/s ({choices['peak_from']})",
     }

@@ -23,6 +23,7 @@ from lrattnres.data.dataset import Dataset
 from lrattnres.data.errors import DataError, UnreadableError
 from lrattnres.data.streams import batch_hash
 from lrattnres.depth.probe import DepthProbe
+from lrattnres.evaluation.diagnostics import diagnose
 from lrattnres.evaluation.heldout import evaluate
 from lrattnres.evaluation.loss import window_losses
 from lrattnres.model.transformer import Transformer
@@ -66,7 +67,7 @@ class Trainer:
     """Holds the parts of a run and moves them forward together.
 
     `write(record)` receives one record for every step that has something to say; `say(text)` receives remarks. Both
-    are called on every rank with the same values; those of rank 0 count.
+    are called on every rank with the same values; those of rank 0 count. So is `write_diagnostics(step, diagnostics)`.
     """
 
     def __init__(
@@ -80,15 +81,17 @@ class Trainer:
         peak_flops: float,
         write: Callable[[dict[str, Any]], None],
         say: Callable[[str], None],
+        write_diagnostics: Callable[[int, dict[str, Any]], None] = lambda step, diagnostics: None,
         parallel: Parallel | None = None,
     ):
         self.config, self.dataset, self.model = config, dataset, model
-        self.checkpoints, self.write, self.say = checkpoints, write, say
+        self.checkpoints, self.write, self.say, self.write_diagnostics = checkpoints, write, say, write_diagnostics
         self.parallel = parallel or Parallel()
         self.ranks = self.parallel.ranks
         self.optimizer = MuonAdam(model, config.optimizer, config.steps, mesh=self.parallel.mesh)
         self.streams = dataset.streams(self.ranks.rank, self.ranks.world)
         self.progress = Progress()
+        self.grad_norms = torch.zeros((), dtype=torch.float64, device=model.head.weight.device)  # of good steps, summed
         self._signals, self.stopped_by = StopRequest(), 0
         self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
         self._restart_clock()
@@ -163,6 +166,7 @@ class Trainer:
             progress.bad_in_a_row += 1
         else:
             self.optimizer.step()
+            self.grad_norms += grad_norm
             progress.bad_in_a_row = 0
         self.optimizer.zero_grad(set_to_none=True)
         progress.step += 1
@@ -194,6 +198,7 @@ class Trainer:
 
     def _record(self, result: StepResult) -> None:
         config, progress, record = self.config, self.progress, dict[str, Any]()
+        evaluation = config.evaluation
         if self._due(config.instruments.log) or self._last:
             record |= self._measurements(result)
         if result.block_grad_norm is not None:
@@ -201,11 +206,13 @@ class Trainer:
         if self._due(config.instruments.depth):
             record |= self._depth(result.windows)
             self._restart_clock()
-        if self._due(config.evaluation.every) or self._last:
-            evaluation = config.evaluation
+        if self._due(evaluation.every) or self._last:
             windows = self.dataset.held_out_windows(evaluation.tokens, evaluation.batch)
             tokenizer, documents = self.dataset.tokenizer, config.documents
             record |= evaluate(self.model, windows, tokenizer, documents=documents, ranks=self.ranks).record()
+            self._restart_clock()
+        if self._due(evaluation.diagnostics_every) or (self._last and evaluation.diagnostics_every):
+            self.write_diagnostics(progress.step, self._diagnostics())
             self._restart_clock()
         if record:
             try:
@@ -248,6 +255,19 @@ class Trainer:
         results = probe.results()
         return {name: results[name] for name in ("hidden_norm", "newest_weight", "effective_sources")}
 
+    def _diagnostics(self) -> dict[str, Any]:
+        evaluation, separator = self.config.evaluation, self.dataset.tokenizer.separator
+        windows = self.dataset.held_out_windows(evaluation.diagnostics_tokens, evaluation.batch)
+        return diagnose(self.model, windows, separator, documents=self.config.documents, ranks=self.ranks)
+
+    @property
+    def mean_grad_norm(self) -> float | None:
+        """Average over the steps so far of the gradient's norm before clipping; steps that were not finite do not count.
+        None where the run was continued from a checkpoint that did not know it.
+        """
+        mean = self.grad_norms.item() / max(self.progress.step - self.progress.bad_steps, 1)
+        return mean if math.isfinite(mean) else None
+
     def _check_bad_steps(self) -> None:
         if self.progress.bad_in_a_row >= self.config.max_bad_steps:
             raise TrainingError(
@@ -266,6 +286,7 @@ class Trainer:
             "optimizer": self.optimizer.tensors(),
             "loader": {"streams": places.transpose(0, 1).flatten(0, 1).contiguous()},
             "progress": {name: torch.tensor(value) for name, value in asdict(self.progress).items()},
+            "gradients": {"norm_sum": self.grad_norms.cpu()},
             "random": {f"cpu.rank{self.ranks.rank}": torch.get_rng_state()},
         }
 
@@ -289,7 +310,12 @@ class Trainer:
         """
         state = self.state()
         state["random"] = {name: torch.empty_like(torch.get_rng_state()) for name in checkpoint.keys("random")}
+        if not checkpoint.keys("gradients"):  # it is older than this sum, whose beginning is lost
+            state["gradients"] = {}
+            self.grad_norms.fill_(math.nan)
         checkpoint.load(state)
+        for total in state["gradients"].values():
+            self.grad_norms.copy_(total)
         self.streams.load_state(state["loader"]["streams"][self.ranks.rank :: self.ranks.world])
         self.progress = Progress(**{name: int(value) for name, value in state["progress"].items()})
         if (own := state["random"].get(f"cpu.rank{self.ranks.rank}")) is not None:

@@ -113,9 +113,28 @@ def alone(settings: list[str]) -> SimpleNamespace:
 def test_evaluation_gives_one_number_for_any_number_of_ranks(tiny_run, world: int) -> None:
     expected = measure(0, tiny_run(), Ranks())
     for found in launch(measure, world, tiny_run(), group=False):
-        assert found[:3] == expected[:3]
-        for name in ("hidden_norm", "effective_sources"):
-            assert found[3][name][1:] == pytest.approx(expected[3][name][1:], rel=1e-12)
+        assert found == expected
+
+
+def diagnose_in_training(rank: int, settings: list[str]) -> dict:
+    """Of a model whose weights lie in shards; 500 tokens are two batches of 16 windows, and so one round of two ranks."""
+    trainer = build(settings)
+    trainer.write_diagnostics = lambda step, diagnostics: found.append((step, diagnostics))
+    found: list[tuple[int, dict]] = []
+    trainer.fit()
+    return {"found": found, "mean": trainer.mean_grad_norm, "norms": [record["grad_norm"] for record in trainer.records]}
+
+
+def test_diagnostics_in_training_are_those_of_one_process(tiny_run) -> None:
+    settings = tiny_run("steps=3", "optimizer.warmup=1", "evaluation.diagnostics_every=2", "evaluation.diagnostics_tokens=530")
+    (expected,) = launch(diagnose_in_training, 1, settings, group=False)
+    assert [step for step, _ in expected["found"]] == [2, 3] and expected["found"][1][1]["tokens"] == 530
+    assert expected["mean"] == pytest.approx(sum(expected["norms"]) / 3, rel=1e-12)
+    for found in launch(diagnose_in_training, 2, settings, group=False):
+        assert found["mean"] == pytest.approx(expected["mean"], rel=1e-4)
+        for name in ("hidden_norm", "effective_sources", "largest_weight"):
+            ours, one = (run["found"][1][1][name][1:] for run in (found, expected))
+            assert ours == pytest.approx(one, rel=1e-4)
 
 
 @pytest.mark.parametrize(
