@@ -43,10 +43,10 @@ def records(val_loss: float | None, losses: list[float] | None = None, norms: li
 
 
 def diagnostics(peak: float) -> dict[str, Any]:
-    """Of full routing: site t has t sources; each but the first gives `peak` to the newest."""
+    """Of full routing: site t has t sources; each but the first gives `peak` - t/100 to the newest."""
     sources = [["embedding", *map(str, range(1, site))] for site in range(1, SITES + 1)]
-    means = [None, *([(1 - peak) / (site - 1)] * (site - 1) + [peak] for site in range(2, SITES + 1))]
-    values = [None, *[peak] * (SITES - 1)]
+    values = [None, *(peak - site / 100 for site in range(2, SITES + 1))]
+    means = [None if top is None else [*[(1 - top) / site] * site, top] for site, top in enumerate(values)]
     return {"tokens": 8, "sources": sources, "mean_weight": means, "largest_weight": values, "effective_sources": values}
 
 

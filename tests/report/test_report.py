@@ -225,7 +225,7 @@ def test_heat_maps_share_one_scale_cut_at_the_99_5th_percentile(tmp_path: Path) 
     assert [row[-1] for row in picture.rows] == values and "02 attn_res full" in picture.caption
     table = sharpness(group)
     assert [row[:2] for row in table.rows[:2]] == [("Delta Block (Delta paper)", "0.62"), ("AttnRes (Delta paper)", "0.35")]
-    assert cells(table, "12 s_lr full r=1")["mean over sites"] == "0.9000"
+    assert cells(table, "12 s_lr full r=1")["mean over sites"] == "0.8650"  # 0.9 - 0.035
 
 
 class Links(HTMLParser):
