@@ -33,6 +33,8 @@ FAST, *SLOW = CASES
 @pytest.mark.parametrize("ac", [mode.name for mode in AC])
 @pytest.mark.parametrize("residual", list(VARIANTS))
 def test_the_estimate_is_what_a_real_pass_takes(residual: str, ac: str, kernels: str, blocks: str) -> None:
+    if kernels == "triton":
+        pytest.importorskip("triton")
     config = settings(f"model.residual={residual}", f"model.blocks={blocks}", f"ac={ac}", f"kernels={kernels}")
     model = build_model(
         config.model, seed=0, device=torch.device("cpu"), attention=BACKENDS["sdpa"], dtype=torch.float32,
@@ -56,6 +58,7 @@ def test_the_estimate_is_what_a_real_pass_takes(residual: str, ac: str, kernels:
 
 def test_the_kernels_of_the_run_are_counted() -> None:
     """Per sub-layer and token, plain torch keeps h in float32 besides its RMSNorm; Triton's keep a few scalars instead."""
+    pytest.importorskip("triton")
     plain, fused = (
         estimate_memory(settings("model.residual=s_lr", "model.blocks=4", f"kernels={kernels}"), 1)
         for kernels in ("reference", "triton")
