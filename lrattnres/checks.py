@@ -94,6 +94,7 @@ BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "instruments.log": (1, None),
     "instruments.gradients": (1, None),
     "instruments.depth": (1, None),
+    "instruments.ranks": (1, None),
     "parallel.shard_degree": (1, None),
     "parallel.prefetch": (0, None),
     "parallel.timeout": (1, None),

@@ -176,6 +176,7 @@ class InstrumentsConfig:
     log: int = option("steps between lines of metrics.jsonl", 10, may_change=True)
     gradients: int | None = option("steps between gradient norms per block; null: off", 100, may_change=True)
     depth: int | None = option("steps between norms of h per site and the newest source's share; null: off", 500, may_change=True)
+    ranks: int | None = option("steps between counts of each rank's bytes sent and peak memory; null: off", None, may_change=True)
 
 
 @dataclass

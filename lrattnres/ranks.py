@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed
@@ -86,6 +86,19 @@ class Ranks:
         if self.world > 1:
             distributed.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]  # type: ignore[return-value]
+
+    def differing(self, values: dict[str, Any]) -> list[str]:
+        """A line "key=… on rank 0, … on rank N" for each key whose value is not the same everywhere; the same on all."""
+        if self.world == 1:
+            return []
+        everyone: list[Any] = [None] * self.world
+        distributed.all_gather_object(everyone, values)
+        lines = []
+        for key, expected in everyone[0].items():
+            other = next((rank for rank, found in enumerate(everyone) if found.get(key) != expected), None)
+            if other is not None:
+                lines.append(f"{key}={expected} on rank 0, {everyone[other].get(key)} on rank {other}")
+        return lines
 
     def lost(self) -> str | None:
         """After a failed collective: which ranks give no more signs of life, and the step they were in; the same

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -44,18 +44,26 @@ class HeldOut:
 
 @torch.no_grad()
 def evaluate(
-    model: Transformer, windows: Iterable[Tensor], tokenizer: Tokenizer, *, documents: bool, ranks: Ranks | None = None
+    model: Transformer,
+    windows: Iterable[Tensor],
+    tokenizer: Tokenizer,
+    *,
+    documents: bool,
+    ranks: Ranks | None = None,
+    pause: Callable[[], None] = lambda: None,
 ) -> HeldOut:
     """Cross-entropy alone, without z-loss, over windows [B, T+1] whose padding is IGNORE. Sums are float64.
 
     Rank r of W takes batches r, r + W, …; all their sums are then added in the order of the batches, so the result is
     the same for any number of ranks. All ranks take part in every pass, with padding where the batches run out: the
-    weights of a sharded model are gathered by all of them.
+    weights of a sharded model are gathered by all of them. `pause` is called before every pass, by all at the same one;
+    what it raises ends the evaluation.
     """
     ranks = ranks or Ranks()
     bytes_of = torch.from_numpy(tokenizer.token_bytes)
     sums = []
     for batch in shares(windows, ranks):
+        pause()
         losses = window_losses(model, batch, tokenizer.separator, documents=documents).sums()
         targets = batch[:, 1:]
         text = bytes_of[targets[targets != IGNORE]].sum()

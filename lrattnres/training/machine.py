@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import torch
 
@@ -27,6 +28,15 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
             if part in name:
                 return peak, f"data sheet of {part}"
     return _measured(device, dtype), "measured matrix product"
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: of a GPU the most that this process's tensors have taken, of the host the most it has had resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    # Not getrusage: its peak is handed down by whoever started the process.
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
 def _measured(device: torch.device, dtype: torch.dtype) -> float:

@@ -22,9 +22,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lrattnres.checks import DTYPES
+from lrattnres.checks import DTYPES, resolve_device
 from lrattnres.config import AC, Compile, ConfigError, ParallelMode, TrainConfig
 from lrattnres.evaluation.loss import token_losses
+from lrattnres.kernels.backends import KERNELS, DepthKernels, choose_kernels
 from lrattnres.model.attention import BACKENDS, AttentionBackend
 from lrattnres.model.transformer import Transformer, build_model
 from lrattnres.optim.groups import assign
@@ -110,8 +111,16 @@ def _on_meta(config: TrainConfig) -> Transformer:
         device=META,
         attention=AttentionBackend("estimate", lambda *_: None, lambda *qkvm: Fused.apply(*qkvm[:3]), BACKENDS["sdpa"].obstacle),
         dtype=DTYPES[config.precision],
+        kernels=_kernels(config),
         prepare=lambda model: parallelize(model, eager, Parallel()),
     )
+
+
+def _kernels(config: TrainConfig) -> DepthKernels:
+    """Those of the run, but in place of compiled code, of which nobody knows what it keeps, what it is compiled from."""
+    compiled = config.compile is not Compile.off
+    chosen = choose_kernels(config.kernels.name, resolve_device(config.device), DTYPES[config.precision], compiled=compiled)
+    return KERNELS["reference"] if chosen.name == "compiled" else chosen
 
 
 def _measure(model: Transformer, config: TrainConfig) -> tuple[int, int]:

@@ -12,7 +12,7 @@ import torch
 from torch import distributed
 
 from lrattnres.checks import DTYPES, resolve_device
-from lrattnres.config import Compile, TrainConfig, plain
+from lrattnres.config import Compile, ConfigError, TrainConfig, flatten, plain
 from lrattnres.data.dataset import Dataset, open_dataset
 from lrattnres.depth.ablations import changed
 from lrattnres.depth.cost import Cost, cost
@@ -20,7 +20,7 @@ from lrattnres.kernels.backends import choose_kernels
 from lrattnres.model.attention import choose_attention
 from lrattnres.model.transformer import Transformer, beyond_kernels, build_model
 from lrattnres.optim.groups import assign, ownership_table
-from lrattnres.ranks import Ranks
+from lrattnres.ranks import Ranks, start_ranks
 from lrattnres.runs.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from lrattnres.runs.folder import RunFolder
 from lrattnres.runs.metrics import MetricsFile
@@ -34,6 +34,8 @@ from lrattnres.training.trainer import Trainer, TrainingError
 
 Say = Callable[[str], None]
 APART = ("peak_flops", "peak_from", "notes")  # of the choices, what is printed on lines of its own
+# What each machine of a job may have its own of.
+LOCAL = ("threads", "data.cache", "data.workers", "data.ahead", "data.memory", "data.timeout", "data.retries")
 
 
 def train(config: TrainConfig, notes: list[str]) -> tuple[RunFolder, bool]:
@@ -44,10 +46,13 @@ def train(config: TrainConfig, notes: list[str]) -> tuple[RunFolder, bool]:
     """
     if config.threads:
         torch.set_num_threads(config.threads)
+    ranks = start_ranks(resolve_device(config.device).type, config.parallel.timeout)
+    settings = {key: value for key, value in flatten(plain(config)).items() if key not in LOCAL}
+    _refuse_different(ranks, settings, "start all ranks with the same settings")
     parallel = start_parallel(config)
-    ranks = parallel.ranks
     ranks.together(lambda: check_memory(config, ranks.world, *available_memory(resolve_device(config.device))))
     dataset = _open_data(config, ranks)
+    _refuse_different(ranks, dataset.identity, "all machines must have the same texts, and the same versions of packages")
     folder = ranks.together(lambda: _open_folder(config, dataset) if ranks.first else RunFolder(Path(config.runs) / config.name))
     with closing(folder):
         summary = ranks.of_first(lambda: _finished(folder)) if not config.resume.isdigit() else None
@@ -56,6 +61,16 @@ def train(config: TrainConfig, notes: list[str]) -> tuple[RunFolder, bool]:
                 print(f"{folder.path}: finished at step {summary['step']}, held-out loss {summary['val_loss']:.4f}")
             return folder, True
         return folder, _train(config, notes, dataset, folder, parallel)
+
+
+def _refuse_different(ranks: Ranks, values: dict[str, Any], remedy: str) -> None:
+    """Raises ConfigError for values that are not the same on all ranks: they would train on, each another run."""
+    if faults := ranks.differing(values):
+        ranks.of_first(lambda: _refuse([f"{fault}: {remedy}" for fault in faults]))
+
+
+def _refuse(faults: list[str]) -> None:
+    raise ConfigError(faults)
 
 
 def _finished(folder: RunFolder) -> dict[str, Any] | None:
@@ -94,13 +109,18 @@ def _open_folder(config: TrainConfig, dataset: Dataset) -> RunFolder:
 def _train(config: TrainConfig, notes: list[str], dataset: Dataset, folder: RunFolder, parallel: Parallel) -> bool:
     ranks = parallel.ranks
     model, choices = _build(config, parallel)
+    chosen = {"attention": choices["attention"], "kernels": choices["depth_kernels"]}
+    _refuse_different(ranks, chosen, "what `auto` means differs between the machines; write one of them")
     price = cost(config.model, model.router.variant.keys)
     peak, source = ranks.of_first(lambda: peak_flops(model.head.weight.device, model.dtype))
     choices |= {"peak_flops": peak, "peak_from": source}
     choices |= {"notes": notes} if notes else {}
-    if ranks.first:
+
+    def open_run() -> None:
         folder.record_choices(choices)
         print(_opening(config, notes, dataset, folder, model, price, choices), flush=True)
+
+    ranks.of_first(open_run)
 
     checkpoints = Checkpoints(
         folder.checkpoints_path,
@@ -130,6 +150,8 @@ def _train(config: TrainConfig, notes: list[str], dataset: Dataset, folder: RunF
             say(_share(trainer, config))
         _rewind(trainer, start, folder)
         finished = trainer.fit()
+        if trainer.shares is not None:
+            say(_counted(trainer.shares))
         if not finished and config.cluster.requeue and ranks.first:
             say(f"SLURM job {_requeued()} is in the queue again and will go on from here")
     if finished and ranks.first:
@@ -144,6 +166,14 @@ def _share(trainer: Trainer, config: TrainConfig) -> str:
         f"rank 0 of {trainer.ranks.world}: {memory.total / GB:.3g} GB at most; its share of Muon: {work['matrices']} matrices, "
         f"{work['flops'] / 1e9:.3g} GFLOP, and sends {work['bytes_sent'] / 1e6:.3g} MB a step\n"
     )
+
+
+def _counted(shares: dict[str, Any]) -> str:
+    """What was counted last, of the rank with most of it."""
+    sent = {kind: max(ranks) for kind, ranks in shares["bytes_sent"].items()}
+    most = max(map(sum, zip(*shares["bytes_sent"].values(), strict=True)))
+    kinds = ", ".join(f"{kind} {size / 1e6:.3g}" for kind, size in sent.items())
+    return f"a rank sends at most {most / 1e6:.3g} MB a step ({kinds}); peak memory {max(shares['peak_memory']) / GB:.3g} GB"
 
 
 def _reporters(
@@ -221,7 +251,7 @@ def _rewind(trainer: Trainer, start: Checkpoint | None, folder: RunFolder) -> No
     def forget() -> None:
         if start is None and folder.metrics_path.exists() and folder.metrics_path.stat().st_size:
             trainer.say("no checkpoint was saved: starting again from the beginning")
-        MetricsFile(folder.metrics_path).rewind(step)
+        MetricsFile(folder.metrics_path).rewind(step - (trainer.unevaluated is not None))  # that step's record is to come
         trainer.checkpoints.rewind(step)
         folder.summary_path.unlink(missing_ok=True)
 

@@ -11,7 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -30,13 +30,20 @@ from lrattnres.model.transformer import Transformer
 from lrattnres.optim.optimizer import MuonAdam
 from lrattnres.ranks import Elsewhere, network_failed
 from lrattnres.runs.checkpoint import Checkpoint, CheckpointError, Checkpoints, State
+from lrattnres.runs.files import from_json, to_json
 from lrattnres.training.instruments import block_norms, gradient_norm
+from lrattnres.training.machine import peak_memory
 from lrattnres.training.parallel import Parallel
 from lrattnres.training.signals import StopRequest
+from lrattnres.training.traffic import KINDS, Traffic
 
 
 class TrainingError(Exception):
     """The run cannot go on; its last checkpoint is as it was."""
+
+
+class Interrupted(Exception):
+    """A signal came during an evaluation, which is left to the next start."""
 
 
 @dataclass
@@ -52,7 +59,7 @@ class Progress:
 @dataclass(frozen=True)
 class StepResult:
     """One step's mean losses and gradient norm over all ranks, still on the device; the hash of this rank's part of
-    the batch, and that part.
+    the batch, and that part; the bytes that this rank sent, by kind, if they were counted.
     """
 
     loss: Tensor
@@ -61,6 +68,7 @@ class StepResult:
     block_grad_norm: list[Tensor] | None
     batch_hash: int
     windows: Tensor
+    sent: dict[str, int] | None = None
 
 
 class Trainer:
@@ -93,7 +101,9 @@ class Trainer:
         self.progress = Progress()
         self.grad_norms = torch.zeros((), dtype=torch.float64, device=model.head.weight.device)  # of good steps, summed
         self._signals, self.stopped_by = StopRequest(), 0
+        self.unevaluated: dict[str, Any] | None = None  # the record of this step, where its evaluation was left out
         self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
+        self.shares: dict[str, Any] | None = None  # of the ranks, as counted last
         self._restart_clock()
 
     # --- the loop -------------------------------------------------------------------------------------------------
@@ -117,6 +127,10 @@ class Trainer:
                 ) from fault
 
     def _fit(self) -> bool:
+        if self.unevaluated is not None:
+            self._write(self.unevaluated, held_out=True)
+            if self.stopped_by:
+                return self._stopped()
         while self.progress.step < self.config.steps:
             self.ranks.step = self.progress.step + 1
             with self._saved_if_unreadable():
@@ -125,11 +139,14 @@ class Trainer:
             self._check_bad_steps()
             if self._last or self.stopped_by or self._checkpoint_due:
                 self.save()
-            if self.stopped_by and not self._last:
-                name = signal.Signals(self.stopped_by).name
-                self.say(f"{name}: saved at step {self.progress.step}; the same command continues")
-                return False
+            if self.stopped_by and (not self._last or self.unevaluated is not None):
+                return self._stopped()
         return True
+
+    def _stopped(self) -> bool:
+        name = signal.Signals(self.stopped_by).name
+        self.say(f"{name}: saved at step {self.progress.step}; the same command continues")
+        return False
 
     @contextmanager
     def _saved_if_unreadable(self) -> Iterator[None]:
@@ -150,6 +167,14 @@ class Trainer:
 
     def train_step(self) -> StepResult:
         """One optimizer step over the global batch; a non-finite one changes no weight and is counted."""
+        every, step = self.config.instruments.ranks, self.progress.step + 1
+        if every is None or not (self._due(every, step) or step == self.config.steps):
+            return self._train_step()
+        with Traffic() as traffic:
+            result = self._train_step()
+        return replace(result, sent=traffic.sent)
+
+    def _train_step(self) -> StepResult:
         progress, step = self.progress, self.progress.step
         self.optimizer.set_step(step)
         windows = self.ranks.together(self.streams.next_batch)
@@ -198,27 +223,55 @@ class Trainer:
 
     def _record(self, result: StepResult) -> None:
         config, progress, record = self.config, self.progress, dict[str, Any]()
-        evaluation = config.evaluation
         if self._due(config.instruments.log) or self._last:
             record |= self._measurements(result)
         if result.block_grad_norm is not None:
             record["block_grad_norm"] = [norm.item() for norm in result.block_grad_norm]
+        if result.sent is not None:
+            self.shares = self._shares(result.sent)
+            record |= self.shares
         if self._due(config.instruments.depth):
             record |= self._depth(result.windows)
             self._restart_clock()
-        if self._due(evaluation.every) or self._last:
-            windows = self.dataset.held_out_windows(evaluation.tokens, evaluation.batch)
-            tokenizer, documents = self.dataset.tokenizer, config.documents
-            record |= evaluate(self.model, windows, tokenizer, documents=documents, ranks=self.ranks).record()
-            self._restart_clock()
-        if self._due(evaluation.diagnostics_every) or (self._last and evaluation.diagnostics_every):
+        if self._due(config.evaluation.diagnostics_every) or (self._last and config.evaluation.diagnostics_every):
             self.write_diagnostics(progress.step, self._diagnostics())
             self._restart_clock()
-        if record:
+        held_out = self._due(config.evaluation.every) or self._last
+        if record or held_out:
+            self._write({"step": progress.step, "tokens": progress.tokens} | record, held_out=held_out)
+
+    def _write(self, record: dict[str, Any], *, held_out: bool) -> None:
+        """One record, with the held-out loss if it is due. If a signal comes before that is known, the record waits in
+        the checkpoint that follows, and whoever continues from there begins with the evaluation.
+        """
+        self.unevaluated = None
+        if held_out:
             try:
-                self.write({"step": progress.step, "tokens": progress.tokens} | record)
+                record = record | self._held_out()
+            except Interrupted:
+                self.unevaluated = record
+                return
+            self._restart_clock()
+
+        def write() -> None:
+            try:
+                self.write(record)
             except OSError as fault:  # a full disk; without its metrics a run is not worth its while
-                raise TrainingError(f"the metrics of step {progress.step} cannot be written: {fault}") from fault
+                raise TrainingError(f"the metrics of step {record['step']} cannot be written: {fault}") from fault
+
+        self.ranks.together(write)
+
+    def _held_out(self) -> dict[str, Any]:
+        """Raises Interrupted, on all ranks, when any of them has received a signal."""
+
+        def pause() -> None:
+            self.stopped_by = int(self.ranks.largest(torch.tensor(self._signals.number)))
+            if self.stopped_by:
+                raise Interrupted
+
+        tokenizer, documents = self.dataset.tokenizer, self.config.documents
+        windows = self.dataset.held_out_windows(self.config.evaluation.tokens, self.config.evaluation.batch)
+        return evaluate(self.model, windows, tokenizer, documents=documents, ranks=self.ranks, pause=pause).record()
 
     def _measurements(self, result: StepResult) -> dict[str, Any]:
         values = {
@@ -237,6 +290,12 @@ class Trainer:
         self._restart_clock()
         rate = tokens / seconds if seconds > 0 else math.nan
         return values | {"tokens_per_second": rate, "mfu": rate * self.flops_per_token / self.peak_flops}
+
+    def _shares(self, sent: dict[str, int]) -> dict[str, Any]:
+        """Of every rank, in their order: bytes sent in this step by each kind of collective, and peak memory so far."""
+        mine = [*(sent[kind] for kind in KINDS), peak_memory(self.model.head.weight.device)]
+        *kinds, peaks = self.ranks.gather(torch.tensor(mine)).T.tolist()
+        return {"bytes_sent": dict(zip(KINDS, kinds, strict=True)), "peak_memory": peaks}
 
     def _global_hash(self, part: int) -> int:
         """The hash of the whole batch: parts add up mod 2**64, which is how int64 sums wrap around."""
@@ -261,12 +320,9 @@ class Trainer:
         return diagnose(self.model, windows, separator, documents=self.config.documents, ranks=self.ranks)
 
     @property
-    def mean_grad_norm(self) -> float | None:
-        """Average over the steps so far of the gradient's norm before clipping; steps that were not finite do not count.
-        None where the run was continued from a checkpoint that did not know it.
-        """
-        mean = self.grad_norms.item() / max(self.progress.step - self.progress.bad_steps, 1)
-        return mean if math.isfinite(mean) else None
+    def mean_grad_norm(self) -> float:
+        """Average over the steps so far of the gradient's norm before clipping; steps that were not finite do not count."""
+        return self.grad_norms.item() / max(self.progress.step - self.progress.bad_steps, 1)
 
     def _check_bad_steps(self) -> None:
         if self.progress.bad_in_a_row >= self.config.max_bad_steps:
@@ -295,8 +351,11 @@ class Trainer:
 
         Raises TrainingError where the disk refuses it.
         """
+        details: dict[str, Any] = {"tokens": self.progress.tokens}
+        if self.unevaluated is not None:
+            details["unevaluated"] = to_json(self.unevaluated)
         try:
-            self.checkpoints.save(self.progress.step, self.state(), {"tokens": self.progress.tokens})
+            self.checkpoints.save(self.progress.step, self.state(), details)
             if self._last or self.stopped_by:
                 self.checkpoints.wait()
         except CheckpointError as fault:
@@ -310,14 +369,12 @@ class Trainer:
         """
         state = self.state()
         state["random"] = {name: torch.empty_like(torch.get_rng_state()) for name in checkpoint.keys("random")}
-        if not checkpoint.keys("gradients"):  # it is older than this sum, whose beginning is lost
-            state["gradients"] = {}
-            self.grad_norms.fill_(math.nan)
         checkpoint.load(state)
-        for total in state["gradients"].values():
-            self.grad_norms.copy_(total)
+        self.grad_norms.copy_(state["gradients"]["norm_sum"])
         self.streams.load_state(state["loader"]["streams"][self.ranks.rank :: self.ranks.world])
         self.progress = Progress(**{name: int(value) for name, value in state["progress"].items()})
+        waiting = checkpoint.details.get("unevaluated")
+        self.unevaluated = None if waiting is None else from_json(waiting)
         if (own := state["random"].get(f"cpu.rank{self.ranks.rank}")) is not None:
             torch.set_rng_state(own)
 

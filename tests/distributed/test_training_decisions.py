@@ -9,10 +9,13 @@ import torch
 
 from lrattnres.checks import resolve
 from lrattnres.config import Compile, ConfigError
+from lrattnres.data.dataset import Dataset
 from lrattnres.data.errors import DataError
 from lrattnres.evaluation.diagnostics import diagnose
 from lrattnres.evaluation.heldout import evaluate
 from lrattnres.ranks import Elsewhere, Ranks, start_ranks
+from lrattnres.training.run import train
+from lrattnres.training.trainer import TrainingError
 from tests.distributed.launch import launch
 from tests.distributed.test_training import build, whole
 from tests.test_config import composed
@@ -87,6 +90,41 @@ def test_the_end_of_data_on_one_rank_ends_all_at_the_same_step(tiny_run) -> None
     assert other.startswith("UnreadableError: the texts end here") and "saved at step 2" in other
     for saved, straight in (first, second):  # rank 0 had its part of the third batch, which is not to be lost
         assert torch.equal(saved, straight)
+
+
+def disk_is_full(rank: int, settings: list[str]) -> str:
+    trainer = build(settings)
+
+    def write(record: dict) -> None:
+        if rank == 0 and record["step"] == 3:
+            raise OSError("no space left")
+
+    trainer.write = write
+    with pytest.raises((TrainingError, Elsewhere)) as fault:
+        trainer.fit()
+    assert trainer.progress.step == 3
+    return str(fault.value)
+
+
+def test_metrics_that_cannot_be_written_end_all_ranks_at_the_same_step(tiny_run) -> None:
+    first, other = launch(disk_is_full, 2, tiny_run("evaluation.every=null"), group=False)
+    assert first == "the metrics of step 3 cannot be written: no space left" and other.startswith("rank 0 failed")
+
+
+def started_differently(rank: int, settings: list[str], kind: str) -> None:
+    changes = {"settings": [f"steps={40 + rank}", f"threads={1 + rank}"], "texts": []}[kind]
+    if kind == "texts" and rank == 2:
+        Dataset.identity = property(lambda dataset: {"corpus": "other"})  # type: ignore[assignment]
+    expected = {"settings": r"steps=40 on rank 0, 41 on rank 1: start all", "texts": r"corpus=.* on rank 0, other on rank 2: all"}
+    with pytest.raises(ConfigError if rank == 0 else Elsewhere, match=expected[kind] if rank == 0 else "rank 0 failed") as fault:
+        train(*resolve(composed(*settings, *changes)))
+    assert "threads" not in str(fault.value)
+
+
+@pytest.mark.parametrize(("kind", "world"), [("settings", 2), pytest.param("texts", 3, marks=pytest.mark.slow)])
+def test_ranks_that_would_train_different_runs_are_refused(tiny_run, tmp_path, kind: str, world: int) -> None:
+    launch(started_differently, world, tiny_run("global_batch=12"), kind, group=False, limit=120)
+    assert not (tmp_path / "runs").exists()
 
 
 def measure(rank: int, settings: list[str], ranks: Ranks | None = None) -> tuple[float, int, int, dict]:

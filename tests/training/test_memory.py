@@ -9,6 +9,7 @@ from lrattnres.checks import resolve
 from lrattnres.config import AC, Compile, ConfigError
 from lrattnres.depth.router import VARIANTS
 from lrattnres.evaluation.loss import window_losses
+from lrattnres.kernels.backends import KERNELS
 from lrattnres.model.attention import BACKENDS
 from lrattnres.model.transformer import build_model
 from lrattnres.optim.optimizer import MuonAdam
@@ -24,14 +25,20 @@ def settings(*changes: str):
     return resolve(composed("experiment=demo", "name=x", "documents=false", *SIZE, *changes))[0]
 
 
-@pytest.mark.parametrize("blocks", ["4", pytest.param("null", marks=pytest.mark.slow)])
+CASES = [(kernels, blocks) for kernels in ("reference", "triton") for blocks in ("4", "null")]
+FAST, *SLOW = CASES
+
+
+@pytest.mark.parametrize(("kernels", "blocks"), [FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
 @pytest.mark.parametrize("ac", [mode.name for mode in AC])
 @pytest.mark.parametrize("residual", list(VARIANTS))
-def test_the_estimate_is_what_a_real_pass_takes(residual: str, ac: str, blocks: str) -> None:
-    config = settings(f"model.residual={residual}", f"model.blocks={blocks}", f"ac={ac}")
+def test_the_estimate_is_what_a_real_pass_takes(residual: str, ac: str, kernels: str, blocks: str) -> None:
+    if kernels == "triton":
+        pytest.importorskip("triton")
+    config = settings(f"model.residual={residual}", f"model.blocks={blocks}", f"ac={ac}", f"kernels={kernels}")
     model = build_model(
         config.model, seed=0, device=torch.device("cpu"), attention=BACKENDS["sdpa"], dtype=torch.float32,
-        prepare=lambda model: parallelize(model, config, Parallel()),
+        kernels=KERNELS[kernels], prepare=lambda model: parallelize(model, config, Parallel()),
     )  # fmt: skip
     optimizer = MuonAdam(model, config.optimizer, config.steps)
     windows = torch.randint(256, (8, 97))
@@ -47,6 +54,19 @@ def test_the_estimate_is_what_a_real_pass_takes(residual: str, ac: str, blocks: 
     assert memory.moments == pytest.approx(sum(tensor.nbytes for tensor in optimizer.tensors().values()), rel=1e-3)
     assert memory.activations == pytest.approx(alive.peak, rel=0.1)
     assert memory.sources < memory.activations
+
+
+def test_the_kernels_of_the_run_are_counted() -> None:
+    """Per sub-layer and token, plain torch keeps h in float32 besides its RMSNorm; Triton's keep a few scalars instead."""
+    pytest.importorskip("triton")
+    plain, fused = (
+        estimate_memory(settings("model.residual=s_lr", "model.blocks=4", f"kernels={kernels}"), 1)
+        for kernels in ("reference", "triton")
+    )
+    tokens, reads = 8 * 96, 8
+    saved = plain.activations - fused.activations
+    assert 0.5 * reads * tokens * 64 * 4 < saved < 3 * reads * tokens * 64 * 4
+    assert (plain.weights, plain.sources) == (fused.weights, fused.sources)
 
 
 def test_peaks_are_seen() -> None:

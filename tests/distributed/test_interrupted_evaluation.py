@@ -1,0 +1,101 @@
+"""A signal in the middle of an evaluation: all ranks leave it together, and the next start makes it, as if nothing had been."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed
+
+from lrattnres.runs.checkpoint import Checkpoints
+from lrattnres.training.trainer import Trainer
+from tests.distributed.launch import launch
+from tests.distributed.test_training import build
+
+
+class Signalling:
+    """A dataset that sends its process a SIGTERM with the third batch of its evaluation number `evaluation`, from 1."""
+
+    def __init__(self, dataset, evaluation: int):
+        self._dataset, self._left = dataset, evaluation
+
+    def __getattr__(self, name: str):
+        return getattr(self._dataset, name)
+
+    def held_out_windows(self, tokens: int, batch: int):
+        self._left -= 1
+        for number, window in enumerate(self._dataset.held_out_windows(tokens, batch), start=1):
+            if self._left == 0 and number == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield window
+
+
+def trainer_of(settings: list[str], folder: Path) -> Trainer:
+    trainer = build(settings)
+    trainer.checkpoints = Checkpoints(folder, group=distributed.group.WORLD if trainer.ranks.world > 1 else None)
+    del trainer.save
+    return trainer
+
+
+def cut_and_continue(rank: int, settings: list[str], folder: Path, evaluation: int, at: int) -> list[dict]:
+    """The records of a run whose last rank has a signal in an evaluation, at step `at`, and of its two continuations."""
+    first = trainer_of(settings, folder)
+    if rank == first.ranks.world - 1:
+        first.dataset = Signalling(first.dataset, evaluation)
+    assert not first.fit() and first.progress.step == at and first.stopped_by == signal.SIGTERM
+    assert first.records[-1]["step"] == at - 1
+
+    again = trainer_of(settings, folder)  # interrupted where it begins: in that same evaluation
+    again.restore(again.checkpoints.at(at))
+    again.dataset = Signalling(again.dataset, 1)
+    assert not again.fit() and again.progress.step == at and again.records == []
+
+    last = trainer_of(settings, folder)
+    last.restore(last.checkpoints.at(at))
+    assert last.fit()
+    assert last.checkpoints.newest(print).details.keys() == {"tokens"} or at == last.config.steps
+    return first.records + last.records
+
+
+def comparable(records: list[dict]) -> list[dict]:
+    return [{name: value for name, value in record.items() if name not in ("tokens_per_second", "mfu")} for record in records]
+
+
+EVERY = ["steps=8", "optimizer.warmup=2", "evaluation.every=4", "evaluation.tokens=500", "evaluation.batch=2"]
+
+
+@pytest.mark.parametrize(("evaluation", "at"), [(1, 4), (2, 8)])
+def test_one_process(tiny_run, tmp_path: Path, evaluation: int, at: int) -> None:
+    settings = tiny_run(*EVERY)
+    straight = build(settings)
+    assert straight.fit() and "val_loss" in straight.records[3]
+    found = cut_and_continue(0, settings, tmp_path / "cut", evaluation, at)
+    assert comparable(found) == comparable(straight.records)  # to the last bit
+
+
+def test_two_ranks(tiny_run, tmp_path: Path) -> None:
+    settings = tiny_run(*EVERY)
+    straight = build(settings)
+    assert straight.fit()
+    for found in launch(cut_and_continue, 2, settings, tmp_path / "cut", 1, 4, group=False, limit=120):
+        assert [record["step"] for record in found] == list(range(1, 9))
+        assert [record["batch_hash"] for record in found] == [record["batch_hash"] for record in straight.records]
+        for step in (3, 7):
+            assert found[step]["val_loss"] == pytest.approx(straight.records[step]["val_loss"], rel=1e-5)
+
+
+def test_a_pause_that_raises_ends_an_evaluation(tiny_run) -> None:
+    from lrattnres.evaluation.heldout import evaluate
+
+    trainer, calls = build(tiny_run()), iter(range(100))
+
+    def pause() -> None:
+        if next(calls) == 2:
+            raise InterruptedError
+
+    windows = iter(trainer.dataset.held_out_windows(500, 2))
+    with pytest.raises(InterruptedError):
+        evaluate(trainer.model, windows, trainer.dataset.tokenizer, documents=True, pause=pause)
+    assert len(list(windows)) == len(list(trainer.dataset.held_out_windows(500, 2))) - 3
+    assert torch.is_grad_enabled()
