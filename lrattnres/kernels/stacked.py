@@ -28,14 +28,15 @@ def read(
     """`reference.read` with the same meaning, the same statistics in a Part and the same arithmetic in float32."""
     if addend is not None:
         values = (*values[:-1], addend + values[-1])
-    stack = _stack(values)  # [..., K, d]
+    count = len(values)
+    rows = _stack([*values, *(part.mixture for part in parts)])  # [..., K + parts, d]
+    stack = rows[..., :count, :] if parts else rows
     made = _stack(keys) if keys else stack[..., stack.shape[-1] - queries.shape[-1] :]
     scale = torch.rsqrt(torch.linalg.vecdot(made, made) / made.shape[-1] + EPSILON)
     logits = (made @ queries.to(made.dtype).T * scale.unsqueeze(-1)).transpose(-1, -2)  # [..., C, K]
-    first, rows = logits[..., 0, :], stack
+    first = logits[..., 0, :]
     if parts:
-        first = torch.cat([first, torch.stack([part.stats for part in parts], dim=-1)], dim=-1)
-        rows = torch.cat([stack, _stack([part.mixture for part in parts])], dim=-2)
+        first = torch.cat([first, *(part.stats.unsqueeze(-1) for part in parts)], dim=-1)
     hidden = (torch.softmax(first, dim=-1).unsqueeze(-2) @ rows).squeeze(-2)
     out = (rms_norm(hidden) if normalize else hidden).to(values[0].dtype)
     prepared: tuple[Part, ...] = ()

@@ -1,7 +1,9 @@
 """A trained model that reads a window piece by piece: its logits are those of one pass over the whole window.
 
-Depth is read in two phases, as the papers describe it: the sources that are closed when a group of sites begins are
-read once for all of its sites, and a site merges what was written since by an online softmax (depth/groups.py).
+Depth can be read in two phases, as the papers describe it: the sources that are closed when a group of sites begins are
+read once for all of its sites, and a site merges what was written since by an online softmax (depth/groups.py). That
+saves memory traffic. On a CPU the sources of a token stay in its caches, and there each site reads all of them at once,
+which takes fewer operators.
 """
 
 from __future__ import annotations
@@ -22,16 +24,18 @@ class Decoder:
     """`model` with a cache in place of its attention over whole windows; the weights are the model's own, not copies.
 
     separator: the token that opens a document; documents: whether attention stays inside one, as it was trained.
+    two_phase: whether the sites of a block read the closed sources together, for a token at a time; None: on a GPU. (A
+    prompt is read with the model's own kernels, in the groups that these have.)
     """
 
-    def __init__(self, model: Transformer, separator: int, *, documents: bool = True):
+    def __init__(self, model: Transformer, separator: int, *, documents: bool = True, two_phase: bool | None = None):
         self.separator, self.documents, self.context = separator, documents, model.config.context
         self.many = _twin(model, model.router.kernels)
         self.one = _twin(model, STACKED)
-        if self.one.router.variant.keys is not None:
-            self.one.router.steps = steps(self.one.router.plan, blockwise(self.one.router.plan))
-        self.head = self.one.head
-        self.device = model.head.weight.device
+        self.head, self.device = self.one.head, model.head.weight.device
+        self.two_phase = self.device.type != "cpu" if two_phase is None else two_phase
+        plan = model.router.plan
+        self.one.router.steps = steps(plan, blockwise(plan) if self.two_phase else single(plan))
         self._angles = model.angles(self.context, self.device)
 
     def cache(self, batch: int, size: int | None = None) -> Cache:

@@ -39,10 +39,10 @@ ROUTINGS = [(name, None) for name in VARIANTS] + [("s_lr", Routing.add), ("p_lr"
 
 
 @pytest.mark.parametrize(("residual", "routing"), ROUTINGS)
-@pytest.mark.parametrize("blocks", [None, 4, 1])
-def test_token_by_token_equals_the_whole_window(tiny_model_config, residual, routing, blocks) -> None:
+@pytest.mark.parametrize(("blocks", "two_phase"), [(None, False), (4, False), (4, True), (1, True)])
+def test_token_by_token_equals_the_whole_window(tiny_model_config, residual, routing, blocks, two_phase) -> None:
     model = make(tiny_model_config(residual=residual, routing=routing, blocks=blocks, layers=5, context=24))
-    decoder, tokens = Decoder(model, SEPARATOR), drawn(3, 24)
+    decoder, tokens = Decoder(model, SEPARATOR, two_phase=two_phase), drawn(3, 24)
     cache = decoder.cache(3)
     found = torch.cat([decoder.head(decoder.feed(cache, column)) for column in tokens.split(1, dim=1)], dim=1)
     torch.testing.assert_close(found, whole(model, tokens), rtol=1e-5, atol=1e-5)
