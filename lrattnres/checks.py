@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from lrattnres.bounds import BOUNDS, GENERATE_BOUNDS, INSPECT_BOUNDS, limits
 from lrattnres.config import (
     BlockScale,
     Compile,
@@ -42,76 +43,6 @@ from lrattnres.ranks import placement
 from lrattnres.use_config import GenerateConfig, InspectConfig
 
 DTYPES = {Precision.float32: torch.float32, Precision.bfloat16: torch.bfloat16}
-
-# Smallest and largest value of every number that has bounds of its own; None: no bound on that side.
-BOUNDS: dict[str, tuple[float | None, float | None]] = {
-    "seed": (0, 2**63 - 1),
-    "steps": (1, None),
-    "global_batch": (1, None),
-    "micro_batch": (1, None),
-    "max_bad_steps": (1, None),
-    "z_loss": (0, None),
-    "threads": (1, None),
-    "model.layers": (1, None),
-    "model.dim": (1, None),
-    "model.heads": (1, None),
-    "model.mlp_width": (1, None),
-    "model.context": (1, None),
-    "model.rope_base": (1, None),
-    "model.init_std": (0, None),
-    "model.depth.heads": (1, None),
-    "model.depth.query_std": (0, None),
-    "optimizer.muon_lr": (0, None),
-    "optimizer.adam_lr": (0, None),
-    "optimizer.warmup": (0, None),
-    "optimizer.warmdown": (0, 1),
-    "optimizer.final": (0, 1),
-    "optimizer.momentum": (0, 0.9999),
-    "optimizer.momentum_low": (0, 0.9999),
-    "optimizer.momentum_rise": (0, None),
-    "optimizer.momentum_fall": (0, None),
-    "optimizer.muon_weight_decay": (0, None),
-    "optimizer.iterations": (1, 20),
-    "optimizer.adam_beta1": (0, 0.9999),
-    "optimizer.adam_beta2": (0, 0.99999),
-    "optimizer.adam_eps": (1e-30, None),
-    "optimizer.clip": (1e-12, None),
-    "checkpoint.every": (1, None),
-    "checkpoint.keep_last": (1, None),
-    "checkpoint.keep_every": (1, None),
-    "evaluation.every": (1, None),
-    "evaluation.tokens": (1, None),
-    "evaluation.batch": (1, None),
-    "evaluation.diagnostics_every": (1, None),
-    "evaluation.diagnostics_tokens": (1, None),
-    "data.max_files": (1, None),
-    "data.max_tokens": (1, None),
-    "data.workers": (0, 256),
-    "data.ahead": (1, None),
-    "data.memory": (0, None),
-    "data.timeout": (0.001, None),
-    "data.retries": (0, 100),
-    "instruments.log": (1, None),
-    "instruments.gradients": (1, None),
-    "instruments.depth": (1, None),
-    "instruments.ranks": (1, None),
-    "parallel.shard_degree": (1, None),
-    "parallel.prefetch": (0, None),
-    "parallel.timeout": (1, None),
-}
-
-GENERATE_BOUNDS: dict[str, tuple[float | None, float | None]] = {
-    "tokens": (1, None),
-    "samples": (1, None),
-    "seed": (0, 2**63 - 1),
-    "temperature": (0, None),
-    "top_k": (1, None),
-    "top_p": (1e-12, 1),
-    "min_p": (0, 1),
-    "batch": (1, None),
-    "threads": (1, None),
-}
-INSPECT_BOUNDS: dict[str, tuple[float | None, float | None]] = {"first": (0, None), "shown": (1, 512), "threads": (1, None)}
 
 
 def resolve_device(device: Device) -> torch.device:
@@ -176,15 +107,7 @@ def _used_ablations(model: ModelConfig) -> tuple[DepthConfig, list[str]]:
 
 
 def _bounds(config: TrainConfig) -> Iterator[str]:
-    yield from _limits(flatten(plain(config)), BOUNDS)
-
-
-def _limits(values: dict[str, Any], bounds: dict[str, tuple[float | None, float | None]]) -> Iterator[str]:
-    for key, (low, high) in bounds.items():
-        value = values.get(key)
-        if value is not None and not ((low is None or value >= low) and (high is None or value <= high)):
-            limits = f"between {low} and {high}" if high is not None and low is not None else f"at least {low}"
-            yield f"{key}={value}: must be {limits}"
+    yield from limits(flatten(plain(config)), BOUNDS)
 
 
 def _depth(config: TrainConfig) -> Iterator[str]:
@@ -304,7 +227,7 @@ def data_faults(data: DataConfig) -> Iterator[str]:
 
 def resolve_tokenize(config: TokenizeConfig) -> TokenizeConfig:
     """The same configuration. Raises ConfigError with every fault."""
-    faults = list(_limits(flatten(plain(config)), BOUNDS | {"workers": (1, 4096), "shard_mb": (1, None)}))
+    faults = list(limits(flatten(plain(config)), BOUNDS | {"workers": (1, 4096), "shard_mb": (1, None)}))
     if config.data.corpus is CorpusName.tokens:
         faults.append("data.corpus=tokens: is tokenized already; write data=ultra_fineweb, data=files or data=docstrings")
     if config.data.skip_unreadable:
@@ -317,7 +240,7 @@ def resolve_tokenize(config: TokenizeConfig) -> TokenizeConfig:
 
 def resolve_generate(config: GenerateConfig) -> GenerateConfig:
     """Raises ConfigError with every fault of the settings of scripts/generate.py that needs no run to be seen."""
-    faults = list(_limits(flatten(plain(config)), GENERATE_BOUNDS))
+    faults = list(limits(flatten(plain(config)), GENERATE_BOUNDS))
     faults += ["stop=: an empty text would end every continuation at once; leave it out"] if "" in config.stop else []
     if config.temperature == 0:
         unused = {name: getattr(config, name) for name in ("top_k", "top_p", "min_p") if getattr(config, name) is not None}
@@ -336,7 +259,7 @@ def resolve_generate(config: GenerateConfig) -> GenerateConfig:
 
 def resolve_inspect(config: InspectConfig) -> InspectConfig:
     """The same for scripts/inspect.py."""
-    faults = list(_limits(flatten(plain(config)), INSPECT_BOUNDS))
+    faults = list(limits(flatten(plain(config)), INSPECT_BOUNDS))
     if (config.text is None) == (config.file is None):
         faults.append('text, file: write one of them, text="…" (text=- for standard input) or file=PATH')
     if faults:

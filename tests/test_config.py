@@ -8,7 +8,8 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from lrattnres.checks import BOUNDS, resolve
+from lrattnres.bounds import BOUNDS
+from lrattnres.checks import resolve
 from lrattnres.config import ConfigError, EvalConfig, TokenizeConfig, TrainConfig, defaults, fields_of, flatten, parse, plain
 from lrattnres.depth.router import VARIANTS
 from lrattnres.entry import loosened, of_paper, plain_settings, run_name

@@ -12,7 +12,7 @@ PACKAGE = ROOT / "lrattnres"
 ORDER = [
     ("schema",),
     ("model_config",),
-    ("config", "kernels", "files", "ranks"),
+    ("config", "kernels", "files", "ranks", "bounds"),
     ("use_config",),
     ("depth",),
     ("model",),

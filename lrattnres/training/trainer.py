@@ -121,9 +121,10 @@ class Trainer:
                 if not network_failed(fault):
                     raise
                 who = self.ranks.lost() or "a rank that is too slow, or behind a broken network,"
+                first_line = str(fault).partition("\n")[0]
                 raise TrainingError(
                     f"{who} no longer answers rank {self.ranks.rank} in step {self.progress.step + 1}; the "
-                    f"same command continues from the newest whole checkpoint ({_first_line(fault)})"
+                    f"same command continues from the newest whole checkpoint ({first_line})"
                 ) from fault
 
     def _fit(self) -> bool:
@@ -395,7 +396,3 @@ class Trainer:
 
     def _restart_clock(self) -> None:
         self._clock, self._clock_tokens = time.perf_counter(), self.progress.tokens
-
-
-def _first_line(fault: BaseException) -> str:
-    return str(fault).partition("\n")[0]
