@@ -248,7 +248,7 @@ class TrainConfig:
 
 @dataclass
 class EvalConfig:
-    run: str = option("run folder, or one checkpoint inside it")
+    run: str = option("run folder, one checkpoint inside it, or an exported model")
     step: int | None = option("checkpoint to evaluate; null: the newest complete one", None)
     tokens: int | None = option("held-out tokens; null: as the run has it", None)
     batch: int | None = option("sequences a forward pass; null: as the run has it", None)

@@ -20,6 +20,7 @@ from torch import distributed
 from lrattnres.config import ConfigError, TrainConfig, defaults, fields_of, flatten, parse
 from lrattnres.data.errors import DataError, UnreadableError
 from lrattnres.depth.router import VARIANTS
+from lrattnres.exchange.folder import FolderError
 from lrattnres.ranks import Elsewhere, network_failed, placement
 from lrattnres.runs.checkpoint import CheckpointError
 from lrattnres.runs.folder import RunError
@@ -155,7 +156,7 @@ def attempt(run: Callable[[], bool]) -> tuple[int, Exception | None]:
     except UnreadableError as failure:
         print(f"unreadable: {failure}", file=sys.stderr)
         return UNREADABLE, failure
-    except (ConfigError, DataError, RunError, CheckpointError) as refusal:
+    except (ConfigError, DataError, RunError, CheckpointError, FolderError) as refusal:
         heading = "the configuration is not possible:\n" if isinstance(refusal, ConfigError) else "refused: "
         print(f"{heading}{refusal}", file=sys.stderr)
         return REFUSED, refusal

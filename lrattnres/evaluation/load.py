@@ -9,7 +9,7 @@ import torch
 
 from lrattnres.config import EvalConfig, TrainConfig
 from lrattnres.data.tokenizers import Tokenizer, build_tokenizer
-from lrattnres.evaluation.run import find_checkpoint, load_model, settings_of
+from lrattnres.evaluation.run import find_weights, load_model, settings_of
 from lrattnres.model.transformer import Transformer
 from lrattnres.runs.checkpoint import Checkpoint
 from lrattnres.runs.folder import RunError, RunFolder
@@ -33,7 +33,7 @@ def load_run(config: EvalConfig, say: Callable[[str], None]) -> TrainedRun:
     """
     if config.threads:
         torch.set_num_threads(config.threads)
-    folder, checkpoint = find_checkpoint(config, say)
+    folder, checkpoint = find_weights(config, say)
     settings = settings_of(config, RunFolder.read_config(folder.path))
     tokenizer = build_tokenizer(settings.tokenizer.name)
     if folder.identity().get("tokenizer") != tokenizer.fingerprint:

@@ -1,4 +1,4 @@
-"""Evaluation of a run folder, or of one checkpoint in it; the folder knows its configuration."""
+"""Evaluation of a run folder, of one checkpoint in it, or of an exported model; the folder knows its configuration."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from lrattnres.config import ConfigError, Device, EvalConfig, TrainConfig
 from lrattnres.data.dataset import Dataset, open_dataset
 from lrattnres.evaluation.diagnostics import diagnose
 from lrattnres.evaluation.heldout import HeldOut, evaluate
+from lrattnres.exchange.folder import Exported, is_exported, read_exported
 from lrattnres.kernels.backends import choose_kernels
 from lrattnres.model.attention import choose_attention
 from lrattnres.model.transformer import Transformer, beyond_kernels, build_model
 from lrattnres.ranks import start_ranks
-from lrattnres.runs.checkpoint import Checkpoint, Checkpoints
+from lrattnres.runs.checkpoint import Checkpoint
 from lrattnres.runs.files import to_json, write_atomic
+from lrattnres.runs.find import find_checkpoint
 from lrattnres.runs.folder import RunError, RunFolder
 
 TIMEOUT = 600.0  # seconds for a rank that is slower than the others
@@ -58,7 +60,7 @@ def evaluate_run(config: EvalConfig) -> Evaluation:
         torch.set_num_threads(config.threads)
     ranks = start_ranks(resolve_device(config.device).type, TIMEOUT)
     say = print if ranks.first else (lambda text: None)
-    folder, checkpoint = find_checkpoint(config, say)
+    folder, checkpoint = find_weights(config, say)
     settings = settings_of(config, RunFolder.read_config(folder.path))
     dataset = open_dataset(settings, folder.listing())
     _check_identity(folder, dataset)
@@ -83,25 +85,15 @@ def evaluate_run(config: EvalConfig) -> Evaluation:
     return result
 
 
-def find_checkpoint(config: EvalConfig, say: Callable[[str], None]) -> tuple[RunFolder, Checkpoint]:
-    """`run` names a run folder, or one of the folders under its `checkpoints`."""
-    path, step = Path(config.run), config.step
-    if path.parent.name == "checkpoints" and path.name.startswith("step_"):
-        named = int(path.name.removeprefix("step_"))
-        if step not in (None, named):
-            raise ConfigError([f"step={step}: run={path} is the checkpoint of step {named}; leave step out"])
-        path, step = path.parent.parent, named
-    if not path.is_dir():
-        raise RunError(f"run={config.run}: no such folder; write run=RUNS/NAME, the folder that training left")
-    folder = RunFolder(path)
-    RunFolder.read_config(path)
-    checkpoints = Checkpoints(folder.checkpoints_path)
-    if step is not None:
-        return folder, checkpoints.at(step)
-    newest = checkpoints.newest(say)
-    if newest is None:
-        raise RunError(f"{folder.checkpoints_path}: no whole checkpoint to evaluate; train the run first")
-    return folder, newest
+def find_weights(config: EvalConfig, say: Callable[[str], None]) -> tuple[RunFolder, Checkpoint | Exported]:
+    """`run` names a run folder, one of the folders under its `checkpoints`, or what scripts/export.py made of one."""
+    path = Path(config.run)
+    if not is_exported(path):
+        return find_checkpoint(config.run, config.step, say)
+    exported = read_exported(path)
+    if config.step not in (None, exported.step):
+        raise ConfigError([f"step={config.step}: run={path} was exported at step {exported.step}; leave step out"])
+    return RunFolder(path), exported
 
 
 def settings_of(config: EvalConfig, run: TrainConfig) -> TrainConfig:
@@ -134,7 +126,7 @@ def _check_identity(folder: RunFolder, dataset: Dataset) -> None:
         )
 
 
-def load_model(settings: TrainConfig, checkpoint: Checkpoint) -> Transformer:
+def load_model(settings: TrainConfig, checkpoint: Checkpoint | Exported) -> Transformer:
     """The model of a checkpoint on `settings.device`, without gradients. Raises ConfigError for what cannot run there."""
     device, dtype = resolve_device(settings.device), DTYPES[settings.precision]
     try:

@@ -1,0 +1,83 @@
+"""An exported folder is the model: the same loss by eval.py, the same logits by `lrattnres.load`, nothing by halves."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import lrattnres
+from lrattnres.exchange.folder import FolderError
+from lrattnres.runs.checkpoint import Checkpoints
+from tests.test_cli import run
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, texts: Path) -> Path:
+    """A run of 10 steps, evaluated."""
+    place = tmp_path_factory.mktemp("exported")
+    model = ["model.layers=2", "model.dim=16", "model.heads=2", "model.mlp_width=24", "model.context=32"]
+    size = ["steps=10", "global_batch=8", "micro_batch=4", "model.residual=p_lr", "model.rank=4", "model.blocks=2"]
+    rest = ["optimizer.warmup=2", "evaluation.tokens=500", "data=files", f"data.root={texts}", f"runs={place}", "name=run"]
+    run("train.py", "experiment=demo", "threads=1", *model, *size, *rest)
+    run("eval.py", f"run={place}/run", "threads=1")
+    return place / "run"
+
+
+@pytest.fixture(scope="module")
+def exported(trained: Path) -> Path:
+    out = trained.parent / "model"
+    assert "exported" in run("scripts/export.py", f"run={trained}", f"out={out}")
+    return out
+
+
+def test_an_exported_model_has_the_runs_loss(trained: Path, exported: Path) -> None:
+    run("eval.py", f"run={exported}", "threads=1")
+    name = "evaluation/step_000010.json"
+    before, after = (json.loads((folder / name).read_text()) for folder in (trained, exported))
+    assert after["val_loss"] == pytest.approx(before["val_loss"], abs=1e-6) and after["val_tokens"] == 500
+    assert "exported at step 10" in run("eval.py", f"run={exported}", "step=5", code=2)
+    card = (exported / "README.md").read_text()
+    assert f"{before['val_loss']:.6g}" in card and "p_lr" in card
+
+
+def test_load_gives_the_weights_of_the_checkpoint(trained: Path, exported: Path) -> None:
+    model = lrattnres.load(exported)
+    state = {name: torch.empty_like(tensor) for name, tensor in model.state_dict().items()}
+    Checkpoints(trained / "checkpoints").at(10).load({"model": state})
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, state[name]), name
+    tokens = torch.randint(257, (2, 9))
+    assert model(tokens, model.mask(None, 2, 9)).shape == (2, 9, 257)
+    assert json.loads((exported / "config.json").read_text())["lrattnres"]["tokenizer"] == "bytes"
+
+
+def test_what_is_there_is_not_touched(trained: Path, exported: Path, tmp_path: Path) -> None:
+    assert "there is something already" in run("scripts/export.py", f"run={trained}", f"out={exported}", code=2)
+    (tmp_path / "empty").mkdir()
+    run("scripts/export.py", f"run={trained}", f"out={tmp_path}/empty")
+    assert (tmp_path / "empty" / "config.json").exists()
+    output = run("scripts/export.py", f"runn={trained}", "out", code=2)
+    assert "out: not a setting" in output
+    assert "did you mean run" in run("scripts/export.py", f"runn={trained}", "out=x", code=2)
+    assert not Path("x").exists()
+
+
+def test_a_damaged_folder_is_refused(exported: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(exported, tmp_path / "copy")
+    tree = json.loads((copy / "config.json").read_text())
+    tree["lrattnres"]["model"]["dim"] = 32
+    (copy / "config.json").write_text(json.dumps(tree))
+    with pytest.raises(FolderError, match=r"embedding.weight: \(257, 16\) in the file, \(257, 32\) wanted"):
+        lrattnres.load(copy)
+    tree["lrattnres"]["model"]["layrs"] = 2
+    (copy / "config.json").write_text(json.dumps(tree))
+    with pytest.raises(FolderError, match="did you mean layers"):
+        lrattnres.load(copy)
+    (copy / "model.safetensors").write_bytes(b"no weights")
+    (copy / "config.json").write_text((exported / "config.json").read_text())
+    with pytest.raises(FolderError, match="cannot be read"):
+        lrattnres.load(copy)
+    with pytest.raises(FolderError, match=r"write a folder that scripts/export\.py"):
+        lrattnres.load(tmp_path)
