@@ -26,6 +26,8 @@ from lrattnres.config import (
     Orthogonalizer,
     ParallelMode,
     Precision,
+    RopeKind,
+    RopeScaling,
     Sources,
     TokenizeConfig,
     TrainConfig,
@@ -66,9 +68,17 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
         "rank": keys is None or not keys.ranked,
         "blocks": keys is None,
         "routing": keys is None,
+        "gate": keys is None,
     }
-    gone: dict[str, Any] = {name: None for name, useless in unused.items() if useless and getattr(config.model, name) is not None}
-    notes = [f"model.{name} has no meaning for model.residual={config.model.residual}: recorded as null" for name in gone]
+    gone: dict[str, Any] = {
+        name: False if name == "gate" else None
+        for name, useless in unused.items()
+        if useless and getattr(config.model, name) not in (None, False)
+    }
+    notes = [
+        f"model.{name} has no meaning for model.residual={config.model.residual}: recorded as {str(value or 'null').lower()}"
+        for name, value in gone.items()
+    ]
     gone["depth"], ignored = _used_ablations(config.model)
     notes += ignored
     if config.compile is Compile.model and placement()[1] > 1:
@@ -158,11 +168,23 @@ def _match(config: TrainConfig) -> Iterator[str]:
 
 def _shapes(config: TrainConfig) -> Iterator[str]:
     model = config.model
-    if model.heads >= 1 and model.dim % model.heads:
+    if model.head_dim is not None and model.head_dim % 2:
+        yield f"model.head_dim={model.head_dim}: rotary pairs need an even number; write {model.head_dim + 1}"
+    elif model.head_dim is None and model.heads >= 1 and model.dim % model.heads:
         yield f"model.dim={model.dim}: must be divisible by model.heads={model.heads}"
-    elif model.heads >= 1 and (model.dim // model.heads) % 2:
+    elif model.head_dim is None and model.heads >= 1 and (model.dim // model.heads) % 2:
         size = model.dim // model.heads
         yield f"model.heads={model.heads}: leaves a head of {size} dimensions; rotary pairs need an even number"
+    if model.kv_heads is not None and model.kv_heads >= 1 and model.heads % model.kv_heads:
+        yield f"model.kv_heads={model.kv_heads}: must divide model.heads={model.heads}; write null for as many as heads"
+    scaling, plain_scaling = model.rope_scaling, RopeScaling()
+    used = {RopeKind.none: (), RopeKind.linear: ("factor",), RopeKind.llama3: ("factor", "low", "high", "first_context")}
+    for name in ("factor", "low", "high", "first_context"):
+        value = getattr(scaling, name)
+        if name not in used[scaling.kind] and value != getattr(plain_scaling, name):
+            yield f"model.rope_scaling.{name}={value}: has no use with kind={scaling.kind.name}; write another kind"
+    if scaling.kind is RopeKind.llama3 and scaling.low >= scaling.high:
+        yield f"model.rope_scaling.low={scaling.low}: must be less than model.rope_scaling.high={scaling.high}"
     known = VOCABULARY[config.tokenizer.name]
     if model.vocabulary is not None and model.vocabulary < known:
         name = config.tokenizer.name.name
@@ -302,6 +324,8 @@ def _parallel(config: TrainConfig) -> Iterator[str]:
             f"parallel.mode={mode.name}: needs several processes, and this one is alone; start it with "
             "`torchrun --nproc_per_node=N train.py …`, or write parallel.mode=auto"
         )
+    if world > 1 and config.model.tied:
+        yield f"model.tied=true: embedding and head would be cut into different shards on {world} processes; train it on one"
     yield from _shard_degree(mode, parallel.shard_degree, world)
     if config.global_batch >= 1 and config.global_batch % world:
         yield f"global_batch={config.global_batch}: must be a multiple of the {world} processes, which share its streams evenly"

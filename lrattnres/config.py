@@ -14,6 +14,9 @@ from lrattnres.model_config import BlockScale as BlockScale
 from lrattnres.model_config import DepthConfig as DepthConfig
 from lrattnres.model_config import LogitScale as LogitScale
 from lrattnres.model_config import ModelConfig as ModelConfig
+from lrattnres.model_config import QKNorm as QKNorm
+from lrattnres.model_config import RopeKind as RopeKind
+from lrattnres.model_config import RopeScaling as RopeScaling
 from lrattnres.model_config import Routing as Routing
 from lrattnres.model_config import Sources as Sources
 from lrattnres.schema import ConfigError as ConfigError

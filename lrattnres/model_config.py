@@ -46,6 +46,29 @@ class DepthConfig:
     sources: Sources = option("outputs (and sums of them), or states: o_0 + Σ o_i after each block", Sources.outputs)
 
 
+class QKNorm(Enum):
+    plain = "plain"
+    gains = "gains"
+    none = "none"
+
+
+class RopeKind(Enum):
+    none = "none"
+    linear = "linear"
+    llama3 = "llama3"
+
+
+@dataclass
+class RopeScaling:
+    """How a pretrained model's rotary frequencies were stretched beyond the context it was first trained on."""
+
+    kind: RopeKind = option("none, linear (every frequency by factor), or llama3 (the slow ones by factor)", RopeKind.none)
+    factor: float = option("divisor of the frequencies", 1.0)
+    low: float = option("llama3: frequencies with fewer periods in the first context are divided", 1.0)
+    high: float = option("llama3: those with more periods stay as they are, and between the two it is interpolated", 4.0)
+    first_context: int = option("llama3: window length of the first training", 8192)
+
+
 @dataclass
 class ModelConfig:
     residual: str = option("residual path: a row of the table of variants (lrattnres/depth/router.py)")
@@ -59,5 +82,21 @@ class ModelConfig:
     context: int = option("window length in tokens")
     vocabulary: int | None = option("rows of embedding and head; null: the tokenizer's size", None)
     rope_base: float = option("base of the rotary position embedding", 500_000.0)
-    init_std: float = option("standard deviation of every initial weight but the queries (depth.query_std) and scales", 0.02)
+    init_std: float = option("standard deviation of every initial weight but queries (depth.query_std) and constants", 0.02)
     depth: DepthConfig = option("ablations of depth routing", DepthConfig)
+    gate: bool = option("each routed read comes in by a learned gate, zero at the start: the model begins as its baseline", False)
+    kv_heads: int | None = option("heads of keys and values, a divisor of heads; null: as many as heads", None)
+    head_dim: int | None = option("width of a head; null: dim / heads", None)
+    gains: bool = option("learned gains after the norms of sub-layers and head", False)
+    qk_norm: QKNorm = option("norm of queries and keys: plain, with learned gains, or none", QKNorm.plain)
+    norm_eps: float = option("epsilon of all norms but those of routing keys", 2.0**-23)
+    tied: bool = option("head and embedding are one matrix", False)
+    rope_scaling: RopeScaling = option("stretched rotary frequencies of a pretrained model", RopeScaling)
+
+    @property
+    def head_width(self) -> int:
+        return self.head_dim or self.dim // self.heads
+
+    @property
+    def value_heads(self) -> int:
+        return self.kv_heads or self.heads

@@ -8,6 +8,7 @@ from pathlib import Path
 from omegaconf import MISSING
 
 from lrattnres.config import EvalConfig, TokenizeConfig, TrainConfig, defaults, expected, fields_of, flatten
+from lrattnres.exchange.config import ConvertConfig, ExportConfig
 from lrattnres.use_config import GenerateConfig, InspectConfig
 
 
@@ -50,6 +51,16 @@ marked * may change when a run is continued; with any other change the run folde
 ## scripts/inspect.py
 
 {table(InspectConfig)}
+
+## scripts/export.py
+
+{table(ExportConfig)}
+
+## scripts/convert.py
+
+`from=DIR` is the same as `source=DIR`.
+
+{table(ConvertConfig)}
 """
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 
 from lrattnres.entry import leave, settings
-from lrattnres.exchange.export import ExportConfig, export_run
+from lrattnres.exchange.config import ExportConfig
+from lrattnres.exchange.export import export_run
 
 
 def run() -> bool:

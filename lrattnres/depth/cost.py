@@ -57,19 +57,20 @@ def cost(config: ModelConfig, keys: KeyRule | None) -> Cost:
     layers, dim, width = config.layers, config.dim, config.mlp_width
     plan, depth = plan_of(config), config.depth
     rank = 0 if keys is None else config.rank if keys.ranked and config.rank else dim
+    heads = config.heads * config.head_width
     keyed = dim if plan.embedding or plan.states else 0  # the embedding's key, if a site reads it
-    rows = rank * (layers * (dim + width) + keyed) if keys and keys.emits else 0
+    rows = rank * (layers * (heads + width) + keyed) if keys and keys.emits else 0
     written = plan.sublayers + plan.embedding
     queries = plan.sublayers * rank * dim if keys and depth.input_queries else 0
     scaled = dim * written if keys and (depth.learned_scale or depth.block_scale is not BlockScale.sum) else 0
     scales = len(plan.sources(plan.sublayers)) if keys and depth.learned_scale else 0
     return Cost(
-        core=layers * (4 * dim**2 + 3 * dim * width),
+        core=layers * (2 * dim * (heads + config.value_heads * config.head_width) + 3 * dim * width),
         scores=rank * plan.reads,
         mixtures=dim * plan.reads if keys else 0,
         projection=rows + queries + scaled,
-        attention=layers * dim * config.context,
+        attention=layers * heads * config.context,
         head=dim * (config.vocabulary or 0),
-        parameters=rows + plan.sublayers * rank + queries + scales,
+        parameters=rows + plan.sublayers * (rank + (keys is not None and config.gate)) + queries + scales,
         cache=plan.retained * (dim + (rank if keys.emits else 0)) if keys else 0,
     )

@@ -24,7 +24,7 @@ from lrattnres.depth.plan import DepthPlan
 from lrattnres.depth.reads import Depth as Depth
 from lrattnres.depth.reads import columns, read_in_group
 from lrattnres.kernels.backends import KERNELS, DepthKernels
-from lrattnres.kernels.reference import depth_attention, depth_weights, rms_norm
+from lrattnres.kernels.reference import EPSILON, depth_attention, depth_weights, rms_norm
 
 
 class Variant(NamedTuple):
@@ -49,8 +49,9 @@ class DepthRouter(nn.Module):
     queries: float32 [M, r], one for each site but the first; zero at the start, so that every read begins as the
     mean of its sources. `emit_dim`: columns that each output projection writes beyond its d: r if keys are
     projected, else 0. `kernels` say how reads are computed, and whether several sites are read together: `starts`
-    (by default what moves the fewest bytes) are the first sites of the groups. `options`: ablations; those that change
-    more than a factor of the logits are read one site at a time, in plain torch (ValueError for other kernels).
+    (by default what moves the fewest bytes) are the first sites of the groups. `gated`: see `_used`; `eps`: of what is read.
+    `options`: ablations; those that change more than a factor of the logits are read one site at a time, in plain torch
+    (ValueError for other kernels).
     """
 
     def __init__(
@@ -62,6 +63,8 @@ class DepthRouter(nn.Module):
         kernels: DepthKernels = KERNELS["reference"],
         starts: Sequence[int] | None = None,
         options: DepthConfig | None = None,
+        gated: bool = False,
+        eps: float = EPSILON,
     ):
         super().__init__()
         self.plan, self.variant, self.dim, self.kernels = plan, variant, dim, kernels
@@ -78,6 +81,8 @@ class DepthRouter(nn.Module):
         if beyond and kernels.plain:
             raise ValueError(f"{', '.join(beyond)}: kernels={kernels.name} do not compute it; take reference or compiled")
         self.alone = bool(beyond)
+        self.gates, self.eps = nn.Parameter(torch.zeros(plan.sublayers)) if keys and gated else None, eps
+        self.fused = variant.routing is Routing.replace and self.gates is None and eps == EPSILON
         starts = starts or (cheapest(plan, self.rank / dim) if kernels.grouped and keys else single(plan))
         self.steps = () if self.alone else steps(plan, tuple(starts))
 
@@ -91,7 +96,7 @@ class DepthRouter(nn.Module):
         if self.embedding_key is not None:
             key = F.linear(embedding, self.embedding_key.weight.to(embedding.dtype))
             newest = self._written(embedding, key) if self.plan.states else Source(embedding, key)
-        stream = embedding if self.variant.routing is Routing.add or self.plan.states else None
+        stream = embedding if self.variant.routing is Routing.add or self.plan.states or self.gates is not None else None
         return self._arrive(Depth((), None, stream, embedding, ()), 0, newest)
 
     def read(self, depth: Depth, site: int) -> Tensor:
@@ -113,14 +118,9 @@ class DepthRouter(nn.Module):
         """The state at a site, given what was written last: the site's h is made, and normalised."""
         if self.variant.keys is None:
             assert depth.stream is not None
-            return depth._replace(sources=depth.sources or (newest,), read=rms_norm(depth.stream))
-        replaces = self.variant.routing is Routing.replace
-        depth = (self._read_alone if self.alone else self._read_in_group)(depth, site, newest, normalize=replaces)
-        if replaces:
-            return depth
-        assert depth.stream is not None
-        # Site 0 has one source: it is what is read, and adding it to the stream would double it.
-        return depth._replace(read=rms_norm(depth.read if site == 0 else depth.stream + depth.read))
+            return depth._replace(sources=depth.sources or (newest,), read=rms_norm(depth.stream, self.eps))
+        depth = (self._read_alone if self.alone else self._read_in_group)(depth, site, newest, normalize=self.fused)
+        return depth if self.fused else depth._replace(read=rms_norm(self._used(depth, site, depth.read), self.eps))
 
     def _read_in_group(self, depth: Depth, site: int, newest: Source, *, normalize: bool) -> Depth:
         """One operator reads for this site, and for the later ones of its group."""
@@ -169,10 +169,21 @@ class DepthRouter(nn.Module):
         values = [source.value for source in sources]
         assert self.ablations is not None
         mixture = depth_attention(self._query(site, sources), self._keys(sources), values, self.ablations.scoring)
-        if self.variant.routing is Routing.replace:
+        return self._used(depth, site, mixture)
+
+    def _used(self, depth: Depth, site: int, mixture: Tensor) -> Tensor:
+        """h of a site from its mixture m and the stream s: m, or s + m; with a gate γ, s + γ(m − s), or s + γm.
+
+        γ = 0 is the plain stream, γ = 1 the published read. Site 0 has one source: it is what is read, and adding it to
+        the stream would double it.
+        """
+        replaces = self.variant.routing is Routing.replace
+        if site == 0 or (replaces and self.gates is None):
             return mixture
         assert depth.stream is not None
-        return depth.stream + mixture
+        if self.gates is None:
+            return depth.stream + mixture
+        return depth.stream + self.gates[site - 1].to(mixture.dtype) * (mixture - depth.stream if replaces else mixture)
 
     def weights(self, depth: Depth, site: int) -> Tensor | None:
         """α of a site, float32 [..., sources], in the order of `plan.sources(site)`; None where nothing routes.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lrattnres.config import TrainConfig, option
+from lrattnres.config import TrainConfig
 from lrattnres.data.tokenizers import build_tokenizer
+from lrattnres.exchange.config import ExportConfig
 from lrattnres.exchange.folder import figures, new_folder, write_model
 from lrattnres.model.attention import BACKENDS
 from lrattnres.model.transformer import Transformer, build_model
@@ -29,13 +29,6 @@ FIGURES = {
 }
 
 
-@dataclass
-class ExportConfig:
-    run: str = option("run folder, or one checkpoint inside it")
-    out: str = option("folder that is made; one that has something in it is refused")
-    step: int | None = option("checkpoint to export; null: the newest complete one", None)
-
-
 def export_run(config: ExportConfig) -> Path:
     """Writes the model of a checkpoint to `config.out`; returns that folder.
 
@@ -48,8 +41,16 @@ def export_run(config: ExportConfig) -> Path:
         checkpoint.load({"model": dict(model.state_dict())})
         tokenizer = build_tokenizer(settings.tokenizer.name)
         card = model_card(settings, model, checkpoint.step, figures(folder.path, checkpoint.step))
-        name, separator = settings.tokenizer.name.name, tokenizer.separator
-        write_model(path, settings.model, model.state_dict(), card, tokenizer=name, separator=separator, step=checkpoint.step)
+        write_model(
+            path,
+            settings.model,
+            model.state_dict(),
+            card,
+            tokenizer=settings.tokenizer.name.name,
+            separator=tokenizer.separator,
+            end=tokenizer.separator,
+            step=checkpoint.step,
+        )
         for file in (folder.config_path, folder.identity_path, folder.corpus_path):
             if file.exists():
                 shutil.copyfile(file, path / file.name)

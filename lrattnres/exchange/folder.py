@@ -51,7 +51,7 @@ class Exported:
     path: Path
     model: ModelConfig
     tokenizer: str | None
-    separator: int
+    separator: int | None
     step: int
 
     def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -147,9 +147,19 @@ def new_folder(out: str) -> Iterator[Path]:
 
 
 def write_model(
-    path: Path, config: ModelConfig, weights: Mapping[str, Tensor], card: str, *, tokenizer: str | None, separator: int, step: int
+    path: Path,
+    config: ModelConfig,
+    weights: Mapping[str, Tensor],
+    card: str,
+    *,
+    tokenizer: str | None,
+    separator: int | None,
+    end: int | list[int] | None,
+    step: int,
 ) -> None:
-    """Everything but the files of a run or of a tokenizer. weights: by their names in `Transformer`."""
+    """Everything but the files of a run or of a tokenizer. weights: by their names in `Transformer`; separator: the token
+    that opens a text; end: what ends one when text is generated.
+    """
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, path / WEIGHTS, {"format": "pt"})
     own = {"format": FORMAT, "version": version("lrattnres"), "model": plain(config)}
     own |= {"tokenizer": tokenizer, "separator": separator, "step": step}
@@ -167,7 +177,7 @@ def write_model(
         "num_attention_heads": config.heads,
         "max_position_embeddings": config.context,
         "bos_token_id": separator,
-        "eos_token_id": separator,
+        "eos_token_id": end,
         "lrattnres": own,
     }
     (path / CONFIG).write_text(to_json(tree, indent=2) + "\n", encoding="utf-8")

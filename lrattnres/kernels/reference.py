@@ -20,9 +20,9 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def rms_norm(x: Tensor) -> Tensor:
-    """x·rsqrt(mean(x²) + 2⁻²³) over the last dimension, without a gain; computed in float32, returned in x's dtype."""
-    return F.rms_norm(_wide(x), x.shape[-1:], eps=EPSILON).to(x.dtype)
+def rms_norm(x: Tensor, eps: float = EPSILON) -> Tensor:
+    """x·rsqrt(mean(x²) + ε) over the last dimension, without a gain; computed in float32, returned in x's dtype."""
+    return F.rms_norm(_wide(x), x.shape[-1:], eps=eps).to(x.dtype)
 
 
 class Scoring(NamedTuple):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lrattnres.config import ModelConfig, QKNorm, RopeKind, RopeScaling
 from lrattnres.kernels.reference import rms_norm
 from lrattnres.model.attention import AttentionBackend, Mask
 
@@ -32,9 +34,58 @@ class Linear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype))
 
 
-def rotation(length: int, head_dim: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
+class Gain(nn.Module):
+    """The learned gain of a norm, float32 [width]; the norm itself has been taken already."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.gain = nn.Parameter(torch.empty(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain.to(x.dtype)
+
+
+def gain(width: int, wanted: bool) -> nn.Module:
+    """A gain, or nothing in its place."""
+    return Gain(width) if wanted else nn.Identity()
+
+
+class TiedHead(nn.Module):
+    """The output projection by the embedding's own matrix, which stays the embedding's parameter."""
+
+    def __init__(self, embedding: nn.Embedding):
+        super().__init__()
+        self._embedding = (embedding,)  # not a submodule: the matrix has one name
+
+    @property
+    def weight(self) -> Tensor:
+        return self._embedding[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+def _linear(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    return frequencies / scaling.factor
+
+
+def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """With n periods in the first context: as they are above `high`, divided below `low`, between the two in between."""
+    periods = scaling.first_context * frequencies / (2 * math.pi)
+    kept = ((periods - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / scaling.factor)
+
+
+SCALINGS = {RopeKind.linear: _linear, RopeKind.llama3: _llama3}
+
+
+def rotation(
+    length: int, head_dim: int, base: float, device: torch.device, scaling: RopeScaling | None = None
+) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary embedding, float32 [T, head_dim / 2], positions counted from the window's start."""
     frequencies = base ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
+    if scaling and scaling.kind is not RopeKind.none:
+        frequencies = SCALINGS[scaling.kind](frequencies, scaling)
     angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequencies)
     return angles.cos(), angles.sin()
 
@@ -48,28 +99,38 @@ def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal multi-head attention with RMS-normalised, rotated queries and keys."""
+    """Causal attention with RMS-normalised, rotated queries and keys; several query heads may share a key and a value."""
 
-    def __init__(self, dim: int, heads: int, emit_dim: int, backend: AttentionBackend):
+    def __init__(self, config: ModelConfig, emit_dim: int, backend: AttentionBackend):
         super().__init__()
-        self.heads, self.backend = heads, backend
-        self.input = Linear(dim, 3 * dim)
-        self.output = Linear(dim, dim + emit_dim)
+        self.config, self.backend = config, backend
+        width, self.heads = config.head_width, (config.heads, config.value_heads, config.value_heads)
+        self.gain = gain(config.dim, config.gains)
+        self.input = Linear(config.dim, sum(self.heads) * width)
+        self.query_gain, self.key_gain = (gain(width, config.qk_norm is QKNorm.gains) for _ in range(2))
+        self.output = Linear(config.heads * width, config.dim + emit_dim)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        query, key, value = self.input(x).unflatten(-1, (3, self.heads, -1)).unbind(-3)
-        query, key = (rotate(rms_norm(part), *context.rotation) for part in (query, key))
+        query, key, value = self.input(self.gain(x)).unflatten(-1, (sum(self.heads), -1)).split(self.heads, dim=-2)
+        if self.config.qk_norm is not QKNorm.none:
+            query, key = (rms_norm(part, self.config.norm_eps) for part in (query, key))
+        query, key = self.query_gain(query), self.key_gain(key)
+        query, key = (rotate(part, *context.rotation) for part in (query, key))
+        if self.heads[0] != self.heads[1]:  # not every backend shares keys by itself
+            shared = self.heads[0] // self.heads[1]
+            key, value = (part.repeat_interleave(shared, dim=-2) for part in (key, value))
         return self.output(self.backend.attend(query, key, value, context.mask).flatten(-2))
 
 
 class SwiGLU(nn.Module):
     """silu(gate)·up, with up and gate from one projection."""
 
-    def __init__(self, dim: int, width: int, emit_dim: int):
+    def __init__(self, config: ModelConfig, emit_dim: int):
         super().__init__()
-        self.input = Linear(dim, 2 * width)
-        self.output = Linear(width, dim + emit_dim)
+        self.gain = gain(config.dim, config.gains)
+        self.input = Linear(config.dim, 2 * config.mlp_width)
+        self.output = Linear(config.mlp_width, config.dim + emit_dim)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        up, gate = self.input(x).chunk(2, dim=-1)
+        up, gate = self.input(self.gain(x)).chunk(2, dim=-1)
         return self.output(F.silu(gate) * up)

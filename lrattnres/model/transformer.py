@@ -15,12 +15,11 @@ from lrattnres.depth.plan import plan_of
 from lrattnres.depth.router import VARIANTS, Depth, DepthRouter
 from lrattnres.kernels.backends import KERNELS, DepthKernels
 from lrattnres.model.attention import BACKENDS, AttentionBackend, Mask
-from lrattnres.model.layers import Attention, Context, Linear, SwiGLU, rotation
-
-# Weights that start at a constant; queries do too, unless they are asked to be normal.
-CONSTANTS = {"router.ablations.query_projections": 0.0, "router.ablations.source_scales": 1.0}
+from lrattnres.model.layers import Attention, Context, Linear, SwiGLU, TiedHead, gain, rotation
 
 Observer = Callable[[int, Depth], None]
+# Weights that start at a constant, by the last part of their names; queries do too, unless they are asked to be normal.
+CONSTANTS = {"queries": 0.0, "query_projections": 0.0, "source_scales": 1.0, "gates": 0.0, "gain": 1.0}
 
 
 def build_router(config: ModelConfig, kernels: DepthKernels) -> DepthRouter:
@@ -29,7 +28,9 @@ def build_router(config: ModelConfig, kernels: DepthKernels) -> DepthRouter:
     if config.routing is not None:
         variant = variant._replace(routing=config.routing)
     plan = plan_of(config)
-    return DepthRouter(plan, variant, config.dim, config.rank, kernels, options=config.depth)
+    return DepthRouter(
+        plan, variant, config.dim, config.rank, kernels, options=config.depth, gated=config.gate, eps=config.norm_eps
+    )
 
 
 def beyond_kernels(config: ModelConfig) -> list[str]:
@@ -39,7 +40,7 @@ def beyond_kernels(config: ModelConfig) -> list[str]:
 
 
 class Transformer(nn.Module):
-    """spec: PreNorm decoder with untied embedding and head, no biases and no norm gains.
+    """PreNorm decoder; by default with untied embedding and head, and without biases and norm gains.
 
     `dtype` is the precision of the arithmetic; weights stay float32.
     """
@@ -59,9 +60,10 @@ class Transformer(nn.Module):
         self.embedding = nn.Embedding(config.vocabulary, config.dim)
         self.sublayers = nn.ModuleList()
         for _ in range(config.layers):
-            self.sublayers.append(Attention(config.dim, config.heads, emit, attention))
-            self.sublayers.append(SwiGLU(config.dim, config.mlp_width, emit))
-        self.head = Linear(config.dim, config.vocabulary)
+            self.sublayers.append(Attention(config, emit, attention))
+            self.sublayers.append(SwiGLU(config, emit))
+        self.final = gain(config.dim, config.gains)
+        self.head = TiedHead(self.embedding) if config.tied else Linear(config.dim, config.vocabulary)
 
     def mask(self, documents: Tensor | None, batch: int, length: int) -> Mask:
         """Which positions see each other, once a batch; documents: integers [B, T], or None for no boundaries."""
@@ -69,7 +71,8 @@ class Transformer(nn.Module):
 
     def angles(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """The rotary angles of the first `length` positions: see `rotation`."""
-        return rotation(length, self.config.dim // self.config.heads, self.config.rope_base, device)
+        config = self.config
+        return rotation(length, config.head_width, config.rope_base, device, config.rope_scaling)
 
     def forward(self, tokens: Tensor, mask: Mask, observe: Observer | None = None) -> Tensor:
         """Logits [B, T, vocabulary] in `dtype` for tokens [B, T]; `observe(site, depth)` is called at every site."""
@@ -83,7 +86,7 @@ class Transformer(nn.Module):
         last = len(self.sublayers)
         if observe:
             observe(last, depth)
-        return self.head(router.read(depth, last))
+        return self.head(self.final(router.read(depth, last)))
 
     def step(self, depth: Depth, site: int, context: Context) -> Depth:
         """The state after sub-layer `site` has read and written: what activation checkpointing can make again."""
@@ -117,17 +120,18 @@ def build_model(
 
 @torch.no_grad()
 def initialize(model: Transformer, seed: int) -> None:
-    """Normal with `init_std` everywhere; queries normal with `depth.query_std`, zero unless it is set; scales one.
+    """Normal with `init_std` everywhere; queries normal with `depth.query_std`, zero unless it is set; the rest of CONSTANTS.
 
     Each weight has a random stream of its own, keyed on (seed, its name) and drawn on the CPU. So equal names have
     equal weights in every variant and on every device, in whatever order they are filled; and a rank that holds shards
     draws each weight whole, one at a time, and keeps its own part.
     """
-    stds = {"router.queries": model.config.depth.query_std, **dict.fromkeys(CONSTANTS, 0.0)}
+    config = model.config
     for name, weight in model.named_parameters():
-        std = stds.get(name, model.config.init_std)
+        kind = name.rpartition(".")[2]
+        std = config.depth.query_std if kind == "queries" else 0.0 if kind in CONSTANTS else config.init_std
         if std == 0:
-            weight.fill_(CONSTANTS.get(name, 0.0))
+            weight.fill_(CONSTANTS.get(kind, 0.0))
             continue
         digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)

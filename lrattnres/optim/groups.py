@@ -23,12 +23,13 @@ class Owner:
 
 
 DEPTH = ("router.ablations.query_projections", "router.ablations.source_scales")  # small, and start at a constant, as queries do
+GAINS = ("sublayers.*.gain.gain", "sublayers.*.query_gain.gain", "sublayers.*.key_gain.gain", "final.gain")
 
 OWNERS = (
     # Matrices that act on hidden states, each as it is stored: qkv, up_gate, and output with its key rows, are one each.
     Owner("muon", ("sublayers.*.input.weight", "sublayers.*.output.weight", "router.embedding_key.weight")),
     # Lookup tables and vectors, whose rows are no basis of one linear map.
-    Owner("adam", ("embedding.weight", "head.weight", "router.queries", *DEPTH)),
+    Owner("adam", ("embedding.weight", "head.weight", "router.queries", "router.gates", *DEPTH, *GAINS)),
 )
 
 
