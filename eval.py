@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lrattnres.config import EvalConfig, defaults, parse
 from lrattnres.entry import leave, loosened
+from lrattnres.evaluation.downstream import evaluate_tasks
 from lrattnres.evaluation.run import evaluate_run
 from lrattnres.report.run import draw_diagnostics
 
@@ -22,7 +23,11 @@ ConfigStore.instance().store(name="eval_schema", node=defaults(EvalConfig))
 def run(tree: DictConfig) -> bool:
     """One evaluation, printed and written into the run folder."""
     values: Any = OmegaConf.to_container(tree, resolve=True)
-    evaluation = evaluate_run(parse(EvalConfig, values))
+    config = parse(EvalConfig, values)
+    if config.downstream is not None:
+        print(f"downstream tasks: {evaluate_tasks(config)}")
+        return True
+    evaluation = evaluate_run(config)
     if evaluation.first:
         draw_diagnostics(evaluation)
     return True

@@ -263,6 +263,11 @@ class EvalConfig:
     kernels: Kernels = option("depth attention; auto: triton on a GPU, else reference", Kernels.auto)
     threads: int | None = option("CPU threads; null: torch's choice", None)
     cache: str | None = option("folder for prepared corpora; null: as the run has it", None)
+    downstream: list[str] | None = option(
+        "tasks of lm-evaluation-harness, such as [hellaswag,piqa], that are measured instead of the held-out loss", None
+    )
+    tasks: str | None = option("folder of task files of your own, for downstream", None)
+    limit: int | None = option("only the first documents of each downstream task; null: all", None)
 
 
 @dataclass

@@ -70,7 +70,14 @@ def plain(config: Any) -> dict[str, Any]:
 def expected(kind: Any) -> str:
     """What a value of this type may be, in words."""
     options = getattr(kind, "__args__", (kind,))
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
+    words = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "a text",
+        list[str]: "a list of texts",
+        type(None): "null",
+    }
     parts = [
         "one of " + ", ".join(member.name for member in part)
         if isinstance(part, type) and issubclass(part, Enum)

@@ -9,7 +9,7 @@ import torch
 
 from lrattnres.config import EvalConfig, TrainConfig
 from lrattnres.data.tokenizers import Tokenizer, build_tokenizer
-from lrattnres.evaluation.run import find_weights, load_model, settings_of
+from lrattnres.evaluation.run import find_weights, load_weights, settings_of
 from lrattnres.model.transformer import Transformer
 from lrattnres.runs.checkpoint import Checkpoint
 from lrattnres.runs.folder import RunError, RunFolder
@@ -41,4 +41,6 @@ def load_run(config: EvalConfig, say: Callable[[str], None]) -> TrainedRun:
             f"{folder.path}: its tokenizer {tokenizer.name} is not the one of this machine, so the model would read other "
             "tokens than it was trained on; install the versions that environment.json names"
         )
-    return TrainedRun(folder, checkpoint, settings, tokenizer, load_model(settings, checkpoint))
+    return TrainedRun(
+        folder, checkpoint, settings, tokenizer, load_weights(settings.model, checkpoint, config, settings.precision)
+    )

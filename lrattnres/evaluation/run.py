@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lrattnres.checks import DTYPES, resolve_device
-from lrattnres.config import ConfigError, Device, EvalConfig, TrainConfig
+from lrattnres.config import ConfigError, Device, EvalConfig, ModelConfig, Precision, TrainConfig
 from lrattnres.data.dataset import Dataset, open_dataset
 from lrattnres.evaluation.diagnostics import diagnose
 from lrattnres.evaluation.heldout import HeldOut, evaluate
@@ -64,7 +64,7 @@ def evaluate_run(config: EvalConfig) -> Evaluation:
     settings = settings_of(config, RunFolder.read_config(folder.path))
     dataset = open_dataset(settings, folder.listing())
     _check_identity(folder, dataset)
-    model = load_model(settings, checkpoint)
+    model = load_weights(settings.model, checkpoint, config, settings.precision)
 
     chosen = f"attention {model.attention.name}, depth kernels {model.router.kernels.name} ({model.router.kernels.reason})"
     say(f"{checkpoint.path}: {model.head.weight.device}, {settings.precision.name}, {chosen}")
@@ -100,8 +100,9 @@ def settings_of(config: EvalConfig, run: TrainConfig) -> TrainConfig:
     """The run's own settings, with what the evaluation says differently."""
     positive = {"tokens": config.tokens, "batch": config.batch, "diagnostics_tokens": config.diagnostics_tokens}
     faults = [f"{name}={value}: must be at least 1" for name, value in positive.items() if value is not None and value < 1]
-    if config.device is Device.cuda and not torch.cuda.is_available():
-        faults.append("device=cuda: this machine has no CUDA GPU that torch can see; write device=cpu or device=auto")
+    faults += device_faults(config)
+    alone = {"tasks": config.tasks, "limit": config.limit}
+    faults += [f"{name}={value}: has no use without downstream=[…]" for name, value in alone.items() if value is not None]
     if faults:
         raise ConfigError(faults)
     budget = {name: value for name, value in positive.items() if value is not None}
@@ -116,6 +117,13 @@ def settings_of(config: EvalConfig, run: TrainConfig) -> TrainConfig:
     )
 
 
+def device_faults(config: EvalConfig) -> list[str]:
+    """A GPU that was asked for and is not there."""
+    if config.device is Device.cuda and not torch.cuda.is_available():
+        return ["device=cuda: this machine has no CUDA GPU that torch can see; write device=cpu or device=auto"]
+    return []
+
+
 def _check_identity(folder: RunFolder, dataset: Dataset) -> None:
     known = folder.identity()
     faults = [name for name, value in dataset.identity.items() if known.get(name) != value]
@@ -126,17 +134,20 @@ def _check_identity(folder: RunFolder, dataset: Dataset) -> None:
         )
 
 
-def load_model(settings: TrainConfig, checkpoint: Checkpoint | Exported) -> Transformer:
-    """The model of a checkpoint on `settings.device`, without gradients. Raises ConfigError for what cannot run there."""
-    device, dtype = resolve_device(settings.device), DTYPES[settings.precision]
+def load_weights(model: ModelConfig, source: Checkpoint | Exported, config: EvalConfig, precision: Precision) -> Transformer:
+    """The model of a checkpoint or an exported folder, on the device and with the backends of `config`; not trainable.
+
+    Raises ConfigError where those cannot run here.
+    """
+    device, dtype = resolve_device(config.device), DTYPES[precision]
     try:
-        attention = choose_attention(settings.attention.name, device, dtype, training=False)
-        kernels = choose_kernels(settings.kernels.name, device, dtype, compiled=False, beyond=beyond_kernels(settings.model))
+        attention = choose_attention(config.attention.name, device, dtype, training=False)
+        kernels = choose_kernels(config.kernels.name, device, dtype, compiled=False, beyond=beyond_kernels(model))
     except ValueError as fault:
         raise ConfigError([str(fault)]) from fault
-    model = build_model(settings.model, seed=None, device=device, attention=attention, dtype=dtype, kernels=kernels)
-    checkpoint.load({"model": dict(model.state_dict())})
-    return model.requires_grad_(False)
+    built = build_model(model, seed=None, device=device, attention=attention, dtype=dtype, kernels=kernels)
+    source.load({"model": dict(built.state_dict())})
+    return built.requires_grad_(False)
 
 
 def _sentence(held_out: HeldOut) -> str:
