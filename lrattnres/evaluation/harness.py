@@ -27,11 +27,14 @@ class TaskTokenizer(Protocol):
     ends: tokens that end a generated text.
     """
 
-    name: str
-    opening: list[int]
-    prefix: int
-    ends: frozenset[int]
-
+    @property
+    def name(self) -> str: ...
+    @property
+    def opening(self) -> list[int]: ...
+    @property
+    def prefix(self) -> int: ...
+    @property
+    def ends(self) -> frozenset[int]: ...
     def encode(self, text: str) -> list[int]:
         """Without the opening."""
 

@@ -3,7 +3,7 @@
     DIR/
         model.safetensors          every parameter under its name in `Transformer`
         config.json                sizes and residual path (the key "lrattnres"), and what transformers wants to read
-        modeling_lrattnres.py      the same model behind transformers' interface
+        generation_config.json  modeling_lrattnres.py      the same model behind transformers' interface
         README.md                  the model card
         config.yaml  identity.json  corpus.json    of an exported run: what it was trained with, as in its run folder
         tokenizer.json …           of a converted model: its own tokenizer
@@ -61,7 +61,8 @@ class Exported:
         """
         file, wanted = self.path / WEIGHTS, state["model"]
         try:
-            saved = load_file(file)
+            # transformers puts the name of its own attribute before those of ours when it saves a model.
+            saved = {name.removeprefix("model."): tensor for name, tensor in load_file(file).items()}
         except (OSError, SafetensorError) as fault:
             raise FolderError(f"{file}: cannot be read: {fault}") from fault
         faults = [f"{name}: in the file, but not wanted" for name in saved.keys() - wanted.keys()]
@@ -176,11 +177,16 @@ def write_model(
         "num_hidden_layers": config.layers,
         "num_attention_heads": config.heads,
         "max_position_embeddings": config.context,
+        "tie_word_embeddings": config.tied,
+        "use_cache": False,
         "bos_token_id": separator,
         "eos_token_id": end,
         "lrattnres": own,
     }
     (path / CONFIG).write_text(to_json(tree, indent=2) + "\n", encoding="utf-8")
+    # transformers would else make a cache, which the model does not take.
+    generation = {"bos_token_id": separator, "eos_token_id": end, "use_cache": False}
+    (path / "generation_config.json").write_text(to_json(generation, indent=2) + "\n", encoding="utf-8")
     (path / CARD).write_text(card, encoding="utf-8")
     shutil.copyfile(MODELING, path / MODELING.name)
 
