@@ -28,9 +28,9 @@ def start(script: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT)
 
 
-def run(script: str, *arguments: str, code: int = 0) -> str:
+def run(script: str, *arguments: str, code: int = 0, limit: float = 240) -> str:
     process = start(script, *arguments)
-    output = process.communicate(timeout=240)[0]
+    output = process.communicate(timeout=limit)[0]
     assert process.returncode == code, output
     return output
 
