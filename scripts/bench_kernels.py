@@ -2,8 +2,9 @@
 
     python scripts/bench_kernels.py --blocks 8 --rank 32 --tokens 16384 --json kernels.json
 
-On a GPU: the forward and backward operator of every kind of site, and one plain read against plain torch, eager and
-compiled. On a CPU only the latter, without Triton.
+On a GPU (or interpreted, where only whether it runs is of interest): the forward and backward operator of every kind of
+site, and one plain read against plain torch, eager and compiled, and against what `rivals.py` knows and finds installed.
+On a CPU only the latter, without Triton. All rates count the bytes that our own operator must move.
 """
 
 from __future__ import annotations
@@ -12,16 +13,18 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import bench_common
+import rivals
 import torch
-from torch import Tensor
 
 from lrattnres import depth_attention
 from lrattnres.depth.groups import Step, backward_traffic, cheapest, forward_traffic, steps
 from lrattnres.depth.plan import DepthPlan
+from lrattnres.kernels.launch import INTERPRETED
 
 
 def timed(call: Callable[[], Any], device: torch.device, repeats: int) -> float:
@@ -34,57 +37,41 @@ def timed(call: Callable[[], Any], device: torch.device, repeats: int) -> float:
 def operator(step: Step, options: argparse.Namespace, rate: float) -> dict[str, Any]:
     """The forward and backward operator of one kind of site, without autograd around them."""
     from lrattnres.kernels import ops  # noqa: F401 — defines the operators
+    from lrattnres.kernels.sample import backward_arguments, forward_arguments
 
-    device, dim, sites = torch.device(options.device), options.dim, step.later + 1
-
-    def some(count: int) -> list[Tensor]:
-        return [torch.randn(options.tokens, dim, device=device, dtype=torch.bfloat16) for _ in range(count)]
-
-    queries, values, parts = torch.randn(sites, options.rank, device=device) / 8, some(step.owned), some(step.parts)
-    part_stats = [torch.zeros(2, options.tokens, device=device) for _ in parts]
-    forward: tuple[Any, ...] = (queries, values, [], some(1)[0] if step.addend else None, parts, part_stats, True)
-    wide, stats, scalars = torch.ops.lrattnres.read(*forward)
-    given = some(step.owned) if step.passes else [None] * step.owned
-    later_stats = [torch.stack([s[0], torch.zeros_like(s[0])]) for s in stats[1:]]
-    backward: tuple[Any, ...] = (
-        some(sites),
-        wide[0],
-        values,
-        [],
-        queries,
-        later_stats,
-        stats[0],
-        scalars,
-        given,
-        [],
-        True,
-        step.parts > 0,
-    )
+    size = {"tokens": options.tokens, "dim": options.dim, "rank": options.rank, "device": options.device}
+    forward = forward_arguments(step.owned, step.parts, step.later, step.addend, **size)
+    backward = backward_arguments(forward, torch.ops.lrattnres.read(*forward), step.passes)
     record: dict[str, Any] = step._asdict()
     for name, call, traffic in (
         ("forward", lambda: torch.ops.lrattnres.read(*forward), forward_traffic),
         ("backward", lambda: torch.ops.lrattnres.read_backward(*backward), backward_traffic),
     ):
-        found = timed(call, device, options.repeats)
-        moved = options.tokens * traffic(step, dim, options.rank, False).bytes(2)
+        found = timed(call, torch.device(options.device), options.repeats)
+        moved = options.tokens * traffic(step, options.dim, options.rank, False).bytes(2)
         record |= {f"{name}_us": 1e6 * found, f"{name}_gb_s": moved / found / 1e9, f"{name}_of_copy": moved / found / rate}
     return record
 
 
-def plain_read(kernels: str, options: argparse.Namespace, rate: float) -> dict[str, Any]:
-    """Forward and backward of one read of nine sources, as somebody's own model would do it."""
-    device, dim = torch.device(options.device), options.dim
+def plain_read(name: str, rank: int, options: argparse.Namespace, rate: float) -> dict[str, Any]:
+    """Forward and backward of one read of nine sources and its norm, as somebody's own model would do it."""
+    rival = rivals.RIVALS.get(name)
+    device, dim, rank = (
+        torch.device(options.device),
+        options.dim,
+        rival.rank(options.rank, options.dim) if rival else options.rank,
+    )
     values = [torch.randn(options.tokens, dim, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(9)]
-    query = torch.randn(options.rank, device=device, requires_grad=True)
+    query = torch.randn(rank, device=device, dtype=rival.query if rival else torch.float32, requires_grad=True)
     gradient = torch.randn_like(values[0])
+    read = rival.load() if rival else partial(depth_attention, normalize=True, kernels=name)
 
     def call() -> None:
-        out = depth_attention(query, values, normalize=True, kernels=kernels)
-        torch.autograd.grad(out, [query, *values], gradient)
+        torch.autograd.grad(read(query, values), [query, *values], gradient)
 
     found, step = timed(call, device, options.repeats), Step(True, 9, 0, 0, False, False)
-    moved = options.tokens * sum(f(step, dim, options.rank, False).bytes(2) for f in (forward_traffic, backward_traffic))
-    return {"kernels": kernels, "us": 1e6 * found, "gb_s": moved / found / 1e9, "of_copy": moved / found / rate}
+    moved = options.tokens * sum(f(step, dim, rank, False).bytes(2) for f in (forward_traffic, backward_traffic))
+    return {"kernels": name, "rank": rank, "us": 1e6 * found, "gb_s": moved / found / 1e9, "of_copy": moved / found / rate}
 
 
 def main() -> None:
@@ -102,13 +89,18 @@ def main() -> None:
     device, start = torch.device(options.device), time.monotonic()
     rate = bench_common.copy_rate(device)
     print(f"copy: {rate / 1e9:.0f} GB/s", flush=True)
-    contestants = ("triton", "compiled", "reference") if device.type == "cuda" else ("compiled", "reference")
+    able = device.type == "cuda" or INTERPRETED
     found: dict[str, Any] = bench_common.machine(device) | {"copy_gb_s": rate / 1e9, "plain_read": [], "operators": []}
-    for kernels in contestants:
-        found["plain_read"].append(plain_read(kernels, options, rate))
-        print("read of 9: {kernels:10}{us:12.1f} us {gb_s:8.0f} GB/s {of_copy:6.0%} of a copy".format(**found["plain_read"][-1]))
+    # Ours with the rank that was asked for, and with keys of full width, which are all that some others know.
+    contestants = [(name, options.rank) for name in (("triton",) if able else ()) + ("compiled", "reference")]
+    contestants += [("triton", options.dim)] if able and options.rank < options.dim else []
+    contestants += [(name, rivals.RIVALS[name].rank(options.rank, options.dim)) for name in rivals.installed(device)]
+    for name, rank in contestants:
+        found["plain_read"].append(plain_read(name, rank, options, rate))
+        shown = "read of 9: {kernels:13} r = {rank:<5}{us:12.1f} us {gb_s:8.0f} GB/s {of_copy:6.0%} of a copy"
+        print(shown.format(**found["plain_read"][-1]), flush=True)
     plan = DepthPlan(options.sublayers, options.blocks)
-    for step in sorted(set(steps(plan, cheapest(plan, options.rank / options.dim)))) if device.type == "cuda" else []:
+    for step in sorted(set(steps(plan, cheapest(plan, options.rank / options.dim)))) if able else []:
         if time.monotonic() - start > options.budget:
             print("no time left for the other operators")
             break

@@ -2,7 +2,8 @@
 
     python scripts/gpu_check.py --json gpu.json          (make gpu-check)
 
-Needs torch and Triton, nothing else; ends after about --budget seconds. First correctness on the device against float64;
+Needs torch and Triton, nothing else; ends after about --budget seconds. TRITON_INTERPRET=1 and --rehearse go the same way on a
+CPU, with next to no tokens: whether the command would run, not how fast. First correctness on the device against float64;
 any error ends it with status 1. Then single operators (bench_kernels.py), then training steps at the paper's shape
 (bench_step.py), as many as the time allows. Prints tables, writes one JSON file.
 """
@@ -28,9 +29,18 @@ from lrattnres import depth_attention
 from lrattnres.depth.plan import DepthPlan
 from lrattnres.depth.router import VARIANTS, DepthRouter
 from lrattnres.kernels.backends import KERNELS
+from lrattnres.kernels.launch import INTERPRETED
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 SHAPES = ((1, 96, 8), (9, 1024, 32), (9, 1024, 1024), (2, 4096, 33), (17, 1000, 64), (2, 7186, 7186))
+
+# Arguments of bench_kernels.py and bench_step.py.
+PAPER = (("--blocks", "8"), ("--shape", "paper", "--compile", "regions", "--batch", "8"))
+REHEARSAL = (
+    ("--sublayers", "6", "--blocks", "3", "--dim", "32", "--rank", "4", "--tokens", "4", "--repeats", "1"),
+    ("--shape", "tiny", "--compile", "off", "--batch", "1", "--rounds", "1", "--kernels", "triton"),
+)
 
 
 def worst(found: list[Tensor], truths: list[Tensor]) -> float:
@@ -41,10 +51,10 @@ def worst(found: list[Tensor], truths: list[Tensor]) -> float:
 
 def plain_error(sources: int, dim: int, rank: int, separate: bool, dtype: torch.dtype) -> float:
     """Of one read and all its gradients, over 300 tokens."""
-    query, count = 2 * torch.randn(rank, device="cuda") / rank**0.5, sources
-    values = [torch.randn(300, dim, device="cuda").to(dtype) for _ in range(sources)]
-    keys = [torch.randn(300, rank, device="cuda").to(dtype) for _ in range(sources * separate)]
-    probe, results = torch.randn(300, dim, device="cuda"), []
+    query, count = 2 * torch.randn(rank, device=DEVICE) / rank**0.5, sources
+    values = [torch.randn(300, dim, device=DEVICE).to(dtype) for _ in range(sources)]
+    keys = [torch.randn(300, rank, device=DEVICE).to(dtype) for _ in range(sources * separate)]
+    probe, results = torch.randn(300, dim, device=DEVICE), []
     for kernels, double in (("triton", False), ("reference", True)):
         leaves = [(x.double() if double else x).detach().requires_grad_() for x in (query, *values, *keys)]
         made = leaves[count + 1 :] or None
@@ -56,12 +66,12 @@ def plain_error(sources: int, dim: int, rank: int, separate: bool, dtype: torch.
 def router_error(name: str, blocks: int | None, dtype: torch.dtype) -> float:
     """Of all reads of twelve sub-layers and all gradients, over 256 tokens of width 256."""
     arguments = DepthPlan(12, blocks), VARIANTS[name], 256, 32
-    router, truth = DepthRouter(*arguments, KERNELS["triton"]).cuda(), DepthRouter(*arguments).double().cuda()
+    router, truth = DepthRouter(*arguments, KERNELS["triton"]).to(DEVICE), DepthRouter(*arguments).double().to(DEVICE)
     for parameter in router.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     truth.load_state_dict(router.state_dict())
-    outputs = [torch.randn(256, 256 + router.emit_dim * (i > 0), device="cuda").to(dtype) for i in range(13)]
-    probes, results = torch.randn(13, 256, 256, device="cuda"), []
+    outputs = [torch.randn(256, 256 + router.emit_dim * (i > 0), device=DEVICE).to(dtype) for i in range(13)]
+    probes, results = torch.randn(13, 256, 256, device=DEVICE), []
     for model, kind in ((router, dtype), (truth, torch.float64)):
         leaves = [output.to(kind).requires_grad_() for output in outputs]
         depth = model.begin(leaves[0])
@@ -105,21 +115,23 @@ def script(name: str, *arguments: str) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", type=float, default=220, help="seconds; compiling may take some more")
+    parser.add_argument("--rehearse", action="store_true", help="on a CPU, interpreted")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and not (options.rehearse and INTERPRETED):
         sys.exit("gpu_check.py: torch sees no CUDA GPU here; on a CPU, `python -m pytest tests/kernels` interprets the kernels")
     checked = correctness(0.25 * options.budget)
-    record: dict[str, Any] = bench_common.machine(torch.device("cuda")) | {"correctness": checked}
+    record: dict[str, Any] = bench_common.machine(DEVICE) | {"correctness": checked}
     bench_common.write_json(options.json, record)
     if not all(case["right"] for case in checked):
         sys.exit(1)
     share = str(0.25 * options.budget)
-    record["operators"] = script("bench_kernels.py", "--blocks", "8", "--budget", share)
+    operators, step = REHEARSAL if options.rehearse else PAPER
+    record["operators"] = script("bench_kernels.py", *operators, "--budget", share)
     bench_common.write_json(options.json, record)
-    paper = ("--shape", "paper", "--compile", "regions", "--batch", "8")
-    record["step"] = script("bench_step.py", *paper, "--budget", str(0.5 * options.budget))
+    record["step"] = script("bench_step.py", *step, "--budget", str(0.5 * options.budget))
     bench_common.write_json(options.json, record)
+    sys.exit(any("exit" in record[part] for part in ("operators", "step")))
 
 
 if __name__ == "__main__":

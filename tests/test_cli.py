@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from lrattnres.config import parse
+from lrattnres.depth.cost import cost
+from lrattnres.depth.router import VARIANTS
 from lrattnres.runs.checkpoint import Checkpoints
 from lrattnres.runs.folder import RunFolder
 from lrattnres.runs.metrics import MetricsFile
@@ -26,9 +28,9 @@ def start(script: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT)
 
 
-def run(script: str, *arguments: str, code: int = 0) -> str:
+def run(script: str, *arguments: str, code: int = 0, limit: float = 240) -> str:
     process = start(script, *arguments)
-    output = process.communicate(timeout=240)[0]
+    output = process.communicate(timeout=limit)[0]
     assert process.returncode == code, output
     return output
 
@@ -232,6 +234,9 @@ def test_the_run_folder_can_be_read_without_the_package(tiny_run, tmp_path: Path
     names = {"step", "tokens", "loss", "z_loss", "grad_norm", "lr_muon", "lr_adam", "tokens_per_second", "mfu", "batch_hash"}
     assert names <= set(lines[0]) and {"val_loss", "val_bits_per_byte"} <= set(lines[-1])
     (entry,) = json.loads((folder / "environment.json").read_text())["starts"]
+    config = RunFolder.read_config(folder)
+    flops = cost(config.model, VARIANTS[config.model.residual].keys).training_flops
+    assert lines[-1]["mfu"] == pytest.approx(lines[-1]["tokens_per_second"] * flops / entry["peak_flops"], rel=1e-12)
     assert entry["attention"] == "sdpa" and entry["compile"] == "off" and entry["versions"]["torch"]
 
 

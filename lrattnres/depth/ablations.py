@@ -37,11 +37,15 @@ class Ablations(nn.Module):
     """Their parameters, for a router of M sites that route, keys of width r and values of width d.
 
     query_projections: float32 [M, r, d], zero at the start; source_scales: float32, one for each source that the head may read,
-    one at the start. Both are there only if asked for.
+    one at the start. Both are there only if asked for. Raises ValueError for options that cannot be, or are not the plan's.
     """
 
     def __init__(self, options: DepthConfig, plan: DepthPlan, rank: int, dim: int):
         super().__init__()
+        if (plan.embedding, plan.states) != (options.embedding_source, options.sources is Sources.states):
+            raise ValueError(
+                f"{plan}: not the sources of {', '.join(changed(options).values()) or 'the default'}; use plan_of(config)"
+            )
         if options.heads < 1 or rank % options.heads or dim % options.heads:
             raise ValueError(f"heads={options.heads}: must be at least 1 and divide rank={rank} and dim={dim}")
         if options.sources is Sources.states and options.block_scale is not BlockScale.sum:

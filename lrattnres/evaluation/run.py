@@ -66,7 +66,9 @@ def evaluate_run(config: EvalConfig) -> Evaluation:
     _check_identity(folder, dataset)
     model = load_weights(settings.model, checkpoint, config, settings.precision)
 
-    chosen = f"attention {model.attention.name}, depth kernels {model.router.kernels.name} ({model.router.kernels.reason})"
+    chosen = f"attention {model.attention.name}, depth kernels {model.router.kernels.name}"
+    if model.router.alone:
+        chosen += f" ({model.router.kernels.reason})"
     say(f"{checkpoint.path}: {model.head.weight.device}, {settings.precision.name}, {chosen}")
     budget = settings.evaluation
     windows = dataset.held_out_windows(budget.tokens, budget.batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -49,42 +50,47 @@ def forward_launch(
     return Launch("read_forward", (-(-tokens // size),), tensors | sizes | modes | tiles, warps_for(dim))
 
 
-def backward_launch(
-    upstream: Sequence[Tensor],
-    out: Tensor,
-    values: Sequence[Tensor],
-    keys: Sequence[Tensor],
-    queries: Tensor,
-    later_stats: Sequence[Tensor],
-    stats: Tensor,
-    scalars: Tensor,
-    value_in: Given,
-    key_in: Given,
-    normalize: bool,
-    emit: bool,
-    results: tuple[Sequence[Tensor], Sequence[Tensor], Tensor, Sequence[Tensor], Tensor],
-    beta: Tensor,
-    total: int,
-) -> Launch:
+class Backward(NamedTuple):
+    """What the operator `read_backward` is given, in its order: see the kernel of that name."""
+
+    upstream: Sequence[Tensor]
+    out: Tensor
+    values: Sequence[Tensor]
+    keys: Sequence[Tensor]
+    queries: Tensor
+    later_stats: Sequence[Tensor]
+    stats: Tensor
+    scalars: Tensor
+    value_in: Given
+    key_in: Given
+    normalize: bool
+    emit: bool
+
+
+Gradients = tuple[list[Tensor], list[Tensor], Tensor, list[Tensor], Tensor]
+
+
+def _backward_launch(given: Backward, results: Gradients, beta: Tensor, total: int) -> Launch:
     """`read_backward`, writing into results (d values, d keys, not d queries, [dh if `emit`], d stats) and beta.
 
     The sources may be some of `total`; scalars and beta then begin at the first of them, without being cut to size.
     """
+    values, keys, value_in, key_in = given.values, given.keys, given.value_in, given.key_in
     d_values, d_keys, _, hidden, d_stats = results
-    dim, tokens, count, (sites, rank) = values[0].shape[-1], scalars.shape[0], len(values), queries.shape
+    dim, tokens, count, (sites, rank) = values[0].shape[-1], given.scalars.shape[0], len(values), given.queries.shape
     size, together = rows_for(tokens), sources_for(count, sites)
     tensors = {
-        "upstream": group(upstream),
-        "out": group([out]),
+        "upstream": group(given.upstream),
+        "out": group([given.out]),
         "values": group(values),
         "keys": group(keys),
-        "queries": queries.float().contiguous(),
-        "later_stats": tuple(later_stats),
-        "stats": stats,
-        "scalars": scalars,
+        "queries": given.queries.float().contiguous(),
+        "later_stats": tuple(given.later_stats),
+        "stats": given.stats,
+        "scalars": given.scalars,
         "value_in": _with_stand_ins(value_in, values),
         "key_in": _with_stand_ins(key_in, keys),
-        "d_hidden": rows(hidden[0] if emit else d_values[0]),
+        "d_hidden": rows(hidden[0] if given.emit else d_values[0]),
         "d_stats": d_stats,
         "d_values": group(d_values),
         "d_keys": group(d_keys),
@@ -92,7 +98,13 @@ def backward_launch(
         "tokens": tokens,
     }
     sizes = {"D": dim, "RANK": rank, "K": count, "TOTAL": total, "C": sites}
-    modes = {"SEPARATE": bool(keys), "NORMALIZE": normalize, "EMIT": emit, "VALUE_IN": _bits(value_in), "KEY_IN": _bits(key_in)}
+    modes = {
+        "SEPARATE": bool(keys),
+        "NORMALIZE": given.normalize,
+        "EMIT": given.emit,
+        "VALUE_IN": _bits(value_in),
+        "KEY_IN": _bits(key_in),
+    }
     tiles = {"ROWS": size, "BLOCK_D": power(dim), "BLOCK_R": power(rank)}
     whole = not keys and rank == dim  # then a second coefficient a source and site is held
     wide = max(1, min(count, 8, 64 // ((1 + whole) * sites + 4)))
@@ -113,43 +125,21 @@ def query_launch(keys: Sequence[Tensor], beta: Tensor, partial: Tensor, offset: 
 MOST_SOURCES = 16  # in one launch of the backward kernel: its code, and the time to compile it, grow with their number
 
 
-def backward_launches(
-    upstream: Sequence[Tensor],
-    out: Tensor,
-    values: Sequence[Tensor],
-    keys: Sequence[Tensor],
-    queries: Tensor,
-    later_stats: Sequence[Tensor],
-    stats: Tensor,
-    scalars: Tensor,
-    value_in: Given,
-    key_in: Given,
-    normalize: bool,
-    emit: bool,
-    results: tuple[Sequence[Tensor], Sequence[Tensor], Tensor, Sequence[Tensor], Tensor],
-    beta: Tensor,
-) -> Iterator[Launch]:
+def backward_launches(given: Backward, results: Gradients, beta: Tensor) -> Iterator[Launch]:
     """`read_backward` for any number of sources, in slices; only the first writes dh, all write the same statistics."""
     d_values, d_keys, d_queries, hidden, d_stats = results
-    for start in range(0, len(values), MOST_SOURCES):
+    for start in range(0, len(given.values), MOST_SOURCES):
         cut = slice(start, start + MOST_SOURCES)
-        yield backward_launch(
-            upstream,
-            out,
-            values[cut],
-            keys[cut],
-            queries,
-            later_stats,
-            stats,
-            scalars[..., start:],
-            value_in[cut],
-            key_in[cut],
-            normalize,
-            emit and start == 0,
-            (d_values[cut], d_keys[cut], d_queries, hidden, d_stats),
-            beta[..., start:],
-            len(values),
+        some = given._replace(
+            values=given.values[cut],
+            keys=given.keys[cut],
+            scalars=given.scalars[..., start:],
+            value_in=given.value_in[cut],
+            key_in=given.key_in[cut],
+            emit=given.emit and start == 0,
         )
+        slots = (d_values[cut], d_keys[cut], d_queries, hidden, d_stats)
+        yield _backward_launch(some, slots, beta[..., start:], len(given.values))
 
 
 def sources_for(count: int, sites: int) -> int:

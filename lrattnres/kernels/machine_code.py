@@ -31,7 +31,7 @@ def launches(
     """All launches of one operator (see `depth.groups.Step`) on bfloat16 sources without memory."""
     forward = forward_arguments(owned, parts, later, addend, tokens=4 * SPAN, dim=dim, rank=rank, separate=separate)
     results, launch = plan_read(*forward)
-    return [launch, *plan_backward(*backward_arguments(forward, results, passes))[1]]
+    return [launch, *plan_backward(backward_arguments(forward, results, passes))[1]]
 
 
 def inspect(launch: Launch, capability: int) -> MachineCode:

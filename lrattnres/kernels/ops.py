@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lrattnres.kernels.launch import Launch, fire
-from lrattnres.kernels.launches import backward_launches, forward_launch, query_launch
+from lrattnres.kernels.launches import Backward, Gradients, backward_launches, forward_launch, query_launch
 from lrattnres.kernels.reference import Part, Reading
 
 SPAN = 128  # tokens whose share of a query's gradient one program sums
@@ -38,10 +38,18 @@ def read_op(
     return results
 
 
-def plan_read(queries: Tensor, values: Sequence[Tensor], keys: Sequence[Tensor], addend: Tensor | None, *given: Any) -> Any:
+def plan_read(
+    queries: Tensor,
+    values: Sequence[Tensor],
+    keys: Sequence[Tensor],
+    addend: Tensor | None,
+    parts: Sequence[Tensor],
+    part_stats: Sequence[Tensor],
+    normalize: bool,
+) -> tuple[tuple[list[Tensor], list[Tensor], Tensor], Launch]:
     """Room for what `read` returns, and the launch that fills it."""
     results = _read_outputs(queries, values, addend)
-    return results, forward_launch(queries, values, keys, addend, *given, results)
+    return results, forward_launch(queries, values, keys, addend, parts, part_stats, normalize, results)
 
 
 def _read_outputs(queries: Tensor, values: Sequence[Tensor], addend: Tensor | None) -> tuple[list[Tensor], list[Tensor], Tensor]:
@@ -74,22 +82,22 @@ def read_backward_op(
     emit: bool,
 ) -> tuple[list[Tensor], list[Tensor], Tensor, list[Tensor], Tensor]:
     """(d values, d keys, d queries, [dh if `emit`], d stats): see the kernel `read_backward`."""
-    given = (upstream, out, values, keys, queries, later_stats, stats, scalars, value_in, key_in, normalize, emit)
-    results, launches = plan_backward(*given)
+    given = Backward(upstream, out, values, keys, queries, later_stats, stats, scalars, value_in, key_in, normalize, emit)
+    results, launches = plan_backward(given)
     for launch in launches:
         fire(launch)
     partial = launches[-1].arguments["partial"]
     return *results[:2], partial.sum(0).to(queries.dtype), *results[3:]
 
 
-def plan_backward(*given: Any) -> tuple[Any, list[Launch]]:
+def plan_backward(given: Backward) -> tuple[Gradients, list[Launch]]:
     """Room for what `read_backward` returns, and the launches that fill it; the last one is the queries'."""
-    _, _, values, keys, queries, _, stats, scalars, *_, emit = given
-    results = _backward_outputs(values, keys, queries, stats, emit)
+    values, keys, queries, scalars = given.values, given.keys, given.queries, given.scalars
+    results = _backward_outputs(values, keys, queries, given.stats, given.emit)
     (tokens, _, count), (sites, rank) = scalars.shape, queries.shape
     beta, partial = scalars.new_empty(tokens, sites, count), scalars.new_empty(-(-tokens // SPAN), sites, rank)
     last = query_launch(keys or values, beta, partial, 0 if keys else values[0].shape[-1] - rank, SPAN)
-    return results, [*backward_launches(*given, results, beta), last]
+    return results, [*backward_launches(given, results, beta), last]
 
 
 def _backward_outputs(

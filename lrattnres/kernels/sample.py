@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lrattnres.kernels.launches import Backward
+
 
 def forward_arguments(
     owned: int,
@@ -32,7 +34,7 @@ def forward_arguments(
     return queries, some(owned, dim), some(owned * separate, rank), newest, some(parts, dim), part_stats, True
 
 
-def backward_arguments(forward: tuple[Any, ...], results: tuple[Any, ...], passes: bool) -> tuple[Any, ...]:
+def backward_arguments(forward: tuple[Any, ...], results: tuple[Any, ...], passes: bool) -> Backward:
     """Arguments of `torch.ops.lrattnres.read_backward` for what `read` made of `forward`; the gradients are random."""
     queries, values, keys, addend, parts, _, normalize = forward
     wide, stats, scalars = results
@@ -44,5 +46,6 @@ def backward_arguments(forward: tuple[Any, ...], results: tuple[Any, ...], passe
 
     upstream = [torch.randn_like(out) for _ in stats]
     later_stats = [torch.stack([each[0], torch.zeros_like(each[0])]) for each in stats[1:]]
-    given = (like(values), like(keys))
-    return upstream, out, values, keys, queries, later_stats, stats[0], scalars, *given, normalize, normalize and bool(parts)
+    known = (like(values), like(keys))
+    emit = normalize and bool(parts)
+    return Backward(upstream, out, values, keys, queries, later_stats, stats[0], scalars, *known, normalize, emit)

@@ -52,4 +52,4 @@ def _stack(tensors: Sequence[Tensor]) -> Tensor:
     return stack if stack.dtype == torch.float64 else stack.float()
 
 
-STACKED = DepthKernels("stacked", read, True, lambda device, dtype: None)
+STACKED = DepthKernels("stacked", read, True, lambda device, dtype: None, True)

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from lrattnres.depth.groups import single, steps
 from lrattnres.depth.plan import DepthPlan
-from lrattnres.kernels.backends import DepthKernels
+from lrattnres.kernels.backends import KERNELS, DepthKernels
 from lrattnres.kernels.stacked import STACKED
 from lrattnres.model.cache import CACHED, Cache
 from lrattnres.model.layers import Context
-from lrattnres.model.transformer import Transformer
+from lrattnres.model.transformer import Transformer, beyond_kernels
 
 
 class Decoder:
@@ -31,11 +31,12 @@ class Decoder:
     def __init__(self, model: Transformer, separator: int, *, documents: bool = True, two_phase: bool | None = None):
         self.separator, self.documents, self.context = separator, documents, model.config.context
         self.many = _twin(model, model.router.kernels)
-        self.one = _twin(model, STACKED)
+        self.one = _twin(model, STACKED if not beyond_kernels(model.config) else KERNELS["reference"])
         self.head, self.device = self.one.head, model.head.weight.device
         self.two_phase = self.device.type != "cpu" if two_phase is None else two_phase
-        plan = model.router.plan
-        self.one.router.steps = steps(plan, blockwise(plan) if self.two_phase else single(plan))
+        plan, router = model.router.plan, self.one.router
+        if not router.alone:  # some ablations are read by themselves, everywhere
+            router.steps = steps(plan, blockwise(plan) if self.two_phase else single(plan))
         self._angles = model.angles(self.context, self.device)
 
     def cache(self, batch: int, size: int | None = None) -> Cache:

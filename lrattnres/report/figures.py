@@ -266,7 +266,7 @@ def _name_points(panel: Any, points: Sequence[tuple[str, float, float]]) -> None
 def _style(number: int) -> dict[str, Any]:
     """Of the line with this number in a panel; -1 is the baseline."""
     if number < 0:
-        return {"color": GREY, "linestyle": "--", "linewidth": 1.1, "zorder": 1}
+        return {"color": GREY, "linestyle": "--", "linewidth": 0.9, "zorder": 3}
     return {"color": PALETTE[number % len(PALETTE)], "linestyle": DASHES[number // len(PALETTE) % 4], "linewidth": 1.3}
 
 

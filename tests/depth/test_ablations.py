@@ -250,6 +250,14 @@ def test_what_cannot_be_is_refused(options: dict, words: str) -> None:
         make("s_lr", 3, options)
 
 
+@pytest.mark.parametrize("options", [{"embedding_source": False}, {"sources": Sources.states}], ids=str)
+def test_a_plan_of_other_sources_is_refused(options: dict) -> None:
+    with pytest.raises(ValueError, match=r"not the sources of model\.depth"):
+        DepthRouter(DepthPlan(SUBLAYERS), VARIANTS["s_lr"], DIM, RANK, options=DepthConfig(**options))
+    with pytest.raises(ValueError, match="not the sources of the default"):
+        DepthRouter(DepthPlan(SUBLAYERS, embedding=False), VARIANTS["s_lr"], DIM, RANK)
+
+
 @pytest.mark.parametrize("options", SINGLE, ids=str)
 def test_triton_takes_what_is_a_factor_of_the_query_and_refuses_the_rest(options: dict) -> None:
     if options == {"logit_scale": LogitScale.rsqrt}:

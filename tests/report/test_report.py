@@ -132,7 +132,8 @@ def test_runs_that_cannot_be_compared_are_in_groups_that_say_why(tmp_path: Path)
         run_folder(tmp_path / name, 2.0, lines=lines, **changes)
     run_folder(tmp_path / "texts", 2.0, corpus="other")
     run_folder(tmp_path / "moved", 2.0, seed=1, data__root="/mnt/copy", micro_batch=1, device="cuda")  # none of these counts
-    run_folder(tmp_path / "stopped", None)
+    evaluated = [*records(None)[:1], records(None)[1] | {"val_loss": 1.0}]  # after step 2 of 4, which is no result
+    run_folder(tmp_path / "stopped", None, lines=evaluated)
     groups, unfinished, faults = groups_of(tmp_path)
     names = {frozenset(run.name for run in group.runs): " ".join(group.notes) for group in groups}
     assert names.pop(frozenset({"same", "sliced", "moved"})) == "" and faults == []
@@ -142,7 +143,7 @@ def test_runs_that_cannot_be_compared_are_in_groups_that_say_why(tmp_path: Path)
     assert len(names) == len(reasons) and all(reason in names[frozenset({name})] for name, reason in reasons.items())
     assert [run.name for run in unfinished] == ["stopped"]
     (runs, left) = run_list(groups, unfinished)
-    assert cells(left, "stopped")["last step known"] == "2 of 4" and cells(left, "stopped")["last training loss"] == "3.0000"
+    assert cells(left, "stopped")["last step known"] == "2 of 4" and cells(left, "stopped")["last held-out loss"] == "1.0000"
     assert len(runs.rows) == 8
 
 

@@ -159,3 +159,25 @@ def test_instruments_measure_what_they_say(make_trainer) -> None:
     for record in depth:
         assert len(record["newest_weight"]) == len(record["hidden_norm"]) == 5
         assert record["newest_weight"][0] is None and 0 < record["newest_weight"][1] < 1
+
+
+def test_the_average_gradient_norm_survives_a_stop_and_is_unknown_after_an_older_checkpoint(make_trainer) -> None:
+    settings = ("steps=4", "optimizer.warmup=1", "evaluation.every=null", "checkpoint.every=2", "instruments.depth=null")
+    straight = make_trainer(*settings, folder="straight")
+    straight.fit()
+    norms = [record["grad_norm"] for record in straight.records]
+    assert len(norms) == 4 and straight.mean_grad_norm == pytest.approx(sum(norms) / 4, rel=1e-12)
+
+    resumed = make_trainer(*settings, folder="straight")
+    resumed.restore(resumed.checkpoints.at(2))
+    assert resumed.mean_grad_norm == pytest.approx(sum(norms[:2]) / 2, rel=1e-12)
+    while resumed.progress.step < 4:
+        resumed.train_step()
+    assert resumed.mean_grad_norm == straight.mean_grad_norm
+
+    old, state = make_trainer(*settings, folder="old"), straight.state()
+    del state["gradients"]
+    old.checkpoints.save(4, state, {})
+    old.checkpoints.wait()
+    old.restore(old.checkpoints.at(4))
+    assert old.mean_grad_norm is None and old.progress.step == 4
