@@ -13,7 +13,18 @@ from omegaconf import DictConfig
 
 from lrattnres.checks import resolve
 from lrattnres.config import ConfigError, TrainConfig, defaults, parse
-from lrattnres.entry import folder_name, leave, loosened, of_paper, plain_settings, refuse_early, run_name, take_part
+from lrattnres.entry import (
+    folder_name,
+    leave,
+    loosened,
+    of_paper,
+    plain_settings,
+    refuse_early,
+    run_name,
+    started_from,
+    take_part,
+)
+from lrattnres.exchange.folder import FolderError
 from lrattnres.ranks import placement
 from lrattnres.report.run import draw_training
 from lrattnres.training.run import train
@@ -24,7 +35,7 @@ ConfigStore.instance().store(name="train_schema", node=defaults(TrainConfig))
 
 def configured(tree: DictConfig) -> tuple[TrainConfig, list[str]]:
     """What the settings mean, with a name for the run. Raises ConfigError with every fault."""
-    values = plain_settings(tree)
+    values = started_from(plain_settings(tree), HydraConfig.get().overrides.task)
     named = values["name"] != "???"
     config, notes = resolve(parse(TrainConfig, values if named else values | {"name": "unnamed"}))
     choices = HydraConfig.get()
@@ -47,7 +58,7 @@ def folder_of(tree: DictConfig) -> Path:
     """Where a run of a sweep keeps its state; one that is refused has no name but its settings."""
     try:
         name = configured(tree)[0].name
-    except ConfigError:
+    except (ConfigError, FolderError):
         name = folder_name("refused-" + "-".join(word.lstrip("+") for word in HydraConfig.get().overrides.task))
     return Path(tree.runs) / name
 

@@ -33,6 +33,7 @@ BOUNDS: Bounds = {
     "model.depth.query_std": (0, None),
     "optimizer.muon_lr": (0, None),
     "optimizer.adam_lr": (0, None),
+    "optimizer.routing_lr": (0, None),
     "optimizer.warmup": (0, None),
     "optimizer.warmdown": (0, 1),
     "optimizer.final": (0, 1),

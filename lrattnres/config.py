@@ -138,6 +138,7 @@ class TokenizerConfig:
 class OptimizerConfig:
     muon_lr: float = option("peak learning rate of Muon: every matrix inside the blocks")
     adam_lr: float = option("peak learning rate of Adam: embedding, head and queries")
+    routing_lr: float | None = option("peak learning rate of Adam for queries and gates of the router; null: adam_lr", None)
     warmup: int = option("steps of linear warm-up")
     warmdown: float = option("share of all steps spent on the linear warm-down, 0..1", 0.2)
     final: float = option("learning rate at the last step, as a share of the peak", 0.1)
@@ -216,6 +217,10 @@ class TrainConfig:
         "auto: continue where the run stopped; none: refuse an existing run; STEP: from that checkpoint", "auto", may_change=True
     )
     seed: int = option("seed of initial weights and data order", 0)
+    initial: str | None = option(
+        "folder made by scripts/export.py or convert.py: its weights start the run, and it decides all of model; null: drawn",
+        None,
+    )
     steps: int = option("optimizer steps of the whole run")
     global_batch: int = option("sequences a step, and the number of data streams")
     micro_batch: int = option("sequences a forward pass", may_change=True)

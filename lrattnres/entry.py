@@ -17,10 +17,10 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import distributed
 
-from lrattnres.config import ConfigError, TrainConfig, defaults, fields_of, flatten, parse
+from lrattnres.config import ConfigError, TrainConfig, defaults, fields_of, flatten, parse, plain
 from lrattnres.data.errors import DataError, UnreadableError
 from lrattnres.depth.router import VARIANTS
-from lrattnres.exchange.folder import FolderError
+from lrattnres.exchange.folder import FolderError, read_exported
 from lrattnres.ranks import Elsewhere, network_failed, placement
 from lrattnres.runs.checkpoint import CheckpointError
 from lrattnres.runs.folder import RunError
@@ -118,6 +118,29 @@ def manual(schema: type, usage: str) -> str:
         usual = "…" if value == MISSING or kind == list[str] else "null" if value is None else str(value)
         lines.append(f"  {key}={usual.lower() if isinstance(value, bool) else usual}".ljust(24) + " " + metadata["help"])
     return "\n".join([usage, "", *lines])
+
+
+def started_from(values: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """The settings of a run; with `initial=DIR`, the model is that folder's. Raises ConfigError for one that cannot be."""
+    initial = values.get("initial")
+    if initial is None:
+        return values
+    if initial == "???":
+        raise ConfigError(["initial: not set; write initial=DIR, a folder made by scripts/export.py or scripts/convert.py"])
+    exported, faults = read_exported(Path(initial)), []
+    for word in overrides:
+        if re.match(r"[+~]*(model(\.[\w.]+)?|table1)(=|$)", word):
+            faults.append(f"{word.lstrip('+')}: initial={initial} decides the model; scripts/convert.py makes another of it")
+    name = values["tokenizer"]["name"]
+    if exported.tokenizer is None:
+        faults.append(f"initial={initial}: the model has a tokenizer of its own, which training cannot read yet")
+    elif exported.tokenizer != name:
+        faults.append(
+            f"tokenizer={name}: initial={initial} was trained with {exported.tokenizer}; write tokenizer={exported.tokenizer}"
+        )
+    if faults:
+        raise ConfigError(faults)
+    return values | {"model": plain(exported.model)}
 
 
 def leave(run: Callable[[], bool]) -> None:

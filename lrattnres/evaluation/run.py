@@ -62,6 +62,8 @@ def evaluate_run(config: EvalConfig) -> Evaluation:
     say = print if ranks.first else (lambda text: None)
     folder, checkpoint = find_weights(config, say)
     settings = settings_of(config, RunFolder.read_config(folder.path))
+    if isinstance(checkpoint, Exported):  # what was converted is another model than the run's
+        settings = dataclasses.replace(settings, model=checkpoint.model)
     dataset = open_dataset(settings, folder.listing())
     _check_identity(folder, dataset)
     model = load_weights(settings.model, checkpoint, config, settings.precision)

@@ -31,6 +31,8 @@ from lrattnres.model.transformer import Transformer, build_model
 from lrattnres.runs.files import from_json
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "tokenizer.model")
+# Of a model that was trained here: what it was trained with, so that it is measured on the same held-out tokens.
+RUN = ("config.yaml", "identity.json", "corpus.json")
 
 
 class Given(NamedTuple):
@@ -56,7 +58,7 @@ def convert(config: ConvertConfig) -> Path:
         model = build_model(target, seed=config.seed, device=torch.device("cpu"), attention=BACKENDS["sdpa"], dtype=torch.float32)
         _fill(model, given, source)
         write_model(path, target, model.state_dict(), _card(config, target), **given.words, step=0)
-        for name in TOKENIZER:
+        for name in (*TOKENIZER, *RUN):
             if (source / name).exists():
                 shutil.copyfile(source / name, path / name)
     return Path(config.out)

@@ -5,7 +5,7 @@
         config.json                sizes and residual path (the key "lrattnres"), and what transformers wants to read
         generation_config.json  modeling_lrattnres.py      the same model behind transformers' interface
         README.md                  the model card
-        config.yaml  identity.json  corpus.json    of an exported run: what it was trained with, as in its run folder
+        config.yaml  identity.json  corpus.json    of an exported run, or converted from one: what it was trained with
         tokenizer.json …           of a converted model: its own tokenizer
 
 The folder appears as a whole: it is written under a hidden name beside it first.
@@ -13,6 +13,7 @@ The folder appears as a whole: it is written under a hidden name beside it first
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lrattnres.config import ConfigError, ModelConfig, parse, plain
 from lrattnres.kernels.backends import choose_kernels
@@ -54,6 +56,11 @@ class Exported:
     separator: int | None
     step: int
 
+    def fingerprint(self) -> str:
+        """Of the weights."""
+        with (self.path / WEIGHTS).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
     def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Copies the weights into the tensors of `state["model"]`.
 
@@ -74,7 +81,11 @@ class Exported:
             raise FolderError(f"{file} does not fit {CONFIG}:\n" + "\n".join(f"  - {fault}" for fault in sorted(faults)))
         with torch.no_grad():
             for name, tensor in wanted.items():
-                tensor.copy_(saved[name])
+                if isinstance(tensor, DTensor):  # every rank reads the file, and keeps its part
+                    whole = saved[name].to(tensor.device)
+                    tensor.copy_(distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None))
+                else:
+                    tensor.copy_(saved[name])
 
 
 def is_exported(path: Path) -> bool:

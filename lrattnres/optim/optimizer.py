@@ -98,6 +98,7 @@ class MuonAdam(torch.optim.Optimizer):
         factor = schedule.learning_rate_factor(step, self.config, self.steps)
         self._muon["lr"], self._adam["lr"] = factor * self.config.muon_lr, factor * self.config.adam_lr
         self._muon["momentum"] = schedule.momentum(step, self.config, self.steps)
+        self._step = step
         self._ready = True
 
     @torch.no_grad()
@@ -118,7 +119,14 @@ class MuonAdam(torch.optim.Optimizer):
         if idle:
             raise RuntimeError(f"no gradient for {', '.join(idle)}; every parameter must take part in the loss")
         self._step_muon()
-        self._step_adam(self._adam["params"])
+        routing = self.config.routing_lr
+        if routing is None:
+            self._step_adam(self._adam["params"], self.lr_adam)
+        else:
+            pairs = list(zip(self._adam["param_names"], self._adam["params"], strict=True))
+            factor = schedule.learning_rate_factor(self._step, self.config, self.steps)
+            for lr, router in ((self.lr_adam, False), (factor * routing, True)):
+                self._step_adam([parameter for name, parameter in pairs if name.startswith("router.") is router], lr)
         self._ready = False
 
     def _divide(self, mesh: DeviceMesh | None) -> tuple[int, list[Bucket]]:
@@ -177,7 +185,7 @@ class MuonAdam(torch.optim.Optimizer):
         """In which an update travels: the iteration's own where that is shorter, so nothing is lost."""
         return dtype if self._world == 1 else min(dtype, self.iteration_dtype, key=lambda either: either.itemsize)
 
-    def _step_adam(self, parameters: list[Parameter]) -> None:
+    def _step_adam(self, parameters: list[Parameter], lr: float) -> None:
         """Torch's own fused kernel: one pass over each tensor, no temporaries of the size of the embedding."""
         adam(
             [local(parameter) for parameter in parameters],
@@ -190,7 +198,7 @@ class MuonAdam(torch.optim.Optimizer):
             amsgrad=False,
             beta1=self.config.adam_beta1,
             beta2=self.config.adam_beta2,
-            lr=self.lr_adam,
+            lr=lr,
             weight_decay=0.0,
             eps=self.config.adam_eps,
             maximize=False,

@@ -16,6 +16,7 @@ from lrattnres.config import Compile, ConfigError, TrainConfig, flatten, plain
 from lrattnres.data.dataset import Dataset, open_dataset
 from lrattnres.depth.ablations import changed
 from lrattnres.depth.cost import Cost, cost
+from lrattnres.exchange.folder import read_exported
 from lrattnres.kernels.backends import choose_kernels
 from lrattnres.model.attention import choose_attention
 from lrattnres.model.transformer import Transformer, beyond_kernels, build_model
@@ -103,7 +104,10 @@ def _open_data(config: TrainConfig, ranks: Ranks) -> Dataset:
 
 
 def _open_folder(config: TrainConfig, dataset: Dataset) -> RunFolder:
-    return RunFolder.open(config, extra_identity=dataset.identity, listing=dataset.documents.listing)
+    identity = dataset.identity
+    if config.initial is not None:
+        identity |= {"initial weights": read_exported(Path(config.initial)).fingerprint()}
+    return RunFolder.open(config, extra_identity=identity, listing=dataset.documents.listing)
 
 
 def _train(config: TrainConfig, notes: list[str], dataset: Dataset, folder: RunFolder, parallel: Parallel) -> bool:
@@ -131,6 +135,9 @@ def _train(config: TrainConfig, notes: list[str], dataset: Dataset, folder: RunF
         timeout=config.parallel.timeout,
     )
     start = _starting_point(config, checkpoints, ranks)
+    if start is None and config.initial is not None:
+        initial = read_exported(Path(config.initial))
+        ranks.together(lambda: initial.load({"model": dict(model.state_dict())}))
     with ExitStack() as open_parts:
         write, say = _reporters(config, folder, start.step if start else 0, open_parts) if ranks.first else (_quiet, _quiet)
         torch.manual_seed(config.seed + ranks.rank)  # nothing draws from it today; a checkpoint carries it for whatever does

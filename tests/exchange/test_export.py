@@ -8,6 +8,11 @@ import pytest
 import torch
 
 import lrattnres
+from lrattnres.config import ConfigError, EvalConfig, parse
+from lrattnres.entry import settings_of
+from lrattnres.evaluation.run import evaluate_run
+from lrattnres.exchange.config import ExportConfig
+from lrattnres.exchange.export import export_run
 from lrattnres.exchange.folder import FolderError
 from lrattnres.runs.checkpoint import Checkpoints
 from tests.test_cli import run
@@ -15,13 +20,12 @@ from tests.test_cli import run
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, texts: Path) -> Path:
-    """A run of 10 steps, evaluated."""
+    """A finished run of 10 steps."""
     place = tmp_path_factory.mktemp("exported")
     model = ["model.layers=2", "model.dim=16", "model.heads=2", "model.mlp_width=24", "model.context=32"]
     size = ["steps=10", "global_batch=8", "micro_batch=4", "model.residual=p_lr", "model.rank=4", "model.blocks=2"]
     rest = ["optimizer.warmup=2", "evaluation.tokens=500", "data=files", f"data.root={texts}", f"runs={place}", "name=run"]
     run("train.py", "experiment=demo", "threads=1", *model, *size, *rest)
-    run("eval.py", f"run={place}/run", "threads=1")
     return place / "run"
 
 
@@ -34,10 +38,11 @@ def exported(trained: Path) -> Path:
 
 def test_an_exported_model_has_the_runs_loss(trained: Path, exported: Path) -> None:
     run("eval.py", f"run={exported}", "threads=1")
-    name = "evaluation/step_000010.json"
-    before, after = (json.loads((folder / name).read_text()) for folder in (trained, exported))
+    before = json.loads((trained / "summary.json").read_text())
+    after = json.loads((exported / "evaluation" / "step_000010.json").read_text())
     assert after["val_loss"] == pytest.approx(before["val_loss"], abs=1e-6) and after["val_tokens"] == 500
-    assert "exported at step 10" in run("eval.py", f"run={exported}", "step=5", code=2)
+    with pytest.raises(ConfigError, match=r"step=5: .* was exported at step 10"):
+        evaluate_run(parse(EvalConfig, {"run": str(exported), "step": 5}))
     card = (exported / "README.md").read_text()
     assert f"{before['val_loss']:.6g}" in card and "p_lr" in card
 
@@ -54,14 +59,15 @@ def test_load_gives_the_weights_of_the_checkpoint(trained: Path, exported: Path)
 
 
 def test_what_is_there_is_not_touched(trained: Path, exported: Path, tmp_path: Path) -> None:
-    assert "there is something already" in run("scripts/export.py", f"run={trained}", f"out={exported}", code=2)
+    with pytest.raises(FolderError, match="there is something already"):
+        export_run(settings_of(ExportConfig, [f"run={trained}", f"out={exported}"]))
     (tmp_path / "empty").mkdir()
-    run("scripts/export.py", f"run={trained}", f"out={tmp_path}/empty")
+    export_run(settings_of(ExportConfig, [f"run={trained}", f"out={tmp_path}/empty"]))
     assert (tmp_path / "empty" / "config.json").exists()
-    output = run("scripts/export.py", f"runn={trained}", "out", code=2)
-    assert "out: not a setting" in output
-    assert "did you mean run" in run("scripts/export.py", f"runn={trained}", "out=x", code=2)
-    assert not Path("x").exists()
+    with pytest.raises(ConfigError, match="out: not a setting; write key=value"):
+        settings_of(ExportConfig, ["run=x", "out"])
+    with pytest.raises(ConfigError, match="did you mean run"):
+        settings_of(ExportConfig, ["runn=x", "out=y"])
 
 
 def test_a_damaged_folder_is_refused(exported: Path, tmp_path: Path) -> None:
