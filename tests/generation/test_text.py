@@ -66,6 +66,12 @@ def test_the_cuts_between_tokens_do_not_matter(text: str, stop: list[str], seed:
     assert "".join([stream.push(token) for token in range(len(pieces))] + [stream.close()]) == first_stop(text, stop)
 
 
+def test_of_two_stop_texts_in_one_token_the_first_complete_one_counts() -> None:
+    for pieces in ([b"xabcy"], [b"xab", b"cy"], [b"x", b"abcy"]):
+        stream = TextStream(Cut(pieces), ["xabc", "ab"])
+        assert "".join(map(stream.push, range(len(pieces)))) == "x" and stream.stopped
+
+
 def test_what_may_become_a_stop_text_is_held_back_and_given_out_when_it_does_not() -> None:
     stream = TextStream(BYTES, ["END"])
     assert [stream.push(token) for token in b"aENENxE"] == ["a", "", "", "EN", "", "ENx", ""]

@@ -120,6 +120,9 @@ def test_a_text_depends_on_seed_and_sample_and_not_on_the_batch(tiny_model_confi
     together = continued(decoder, PROMPTS, seed=5)
     assert [continued(decoder, [prompt], seed=5)[0] for prompt in PROMPTS] == together
     assert continued(decoder, PROMPTS, seed=6) != together
+    samples = [4, 3, 2, 1]
+    apart = [continued(decoder, [p], seed=5, samples=[sample])[0] for p, sample in zip(PROMPTS, samples, strict=True)]
+    assert continued(decoder, PROMPTS, seed=5, samples=samples) == apart
     first, second, again = continued(decoder, [PROMPTS[0]] * 3, seed=5, samples=[0, 1, 0])
     assert first == again == together[0] and second != first
 
