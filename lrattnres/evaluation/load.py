@@ -10,6 +10,7 @@ import torch
 from lrattnres.config import EvalConfig, TrainConfig
 from lrattnres.data.tokenizers import Tokenizer, build_tokenizer
 from lrattnres.evaluation.run import find_weights, load_weights, settings_of
+from lrattnres.exchange.folder import Exported
 from lrattnres.model.transformer import Transformer
 from lrattnres.runs.checkpoint import Checkpoint
 from lrattnres.runs.folder import RunError, RunFolder
@@ -19,7 +20,7 @@ class TrainedRun(NamedTuple):
     """`settings` are the run's own, with device, precision and backends as they were asked for now."""
 
     folder: RunFolder
-    checkpoint: Checkpoint
+    checkpoint: Checkpoint | Exported
     settings: TrainConfig
     tokenizer: Tokenizer
     model: Transformer

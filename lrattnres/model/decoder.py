@@ -62,7 +62,7 @@ class Decoder:
         depth = model.router.begin(model.embedding(tokens).to(model.dtype))
         for site in range(len(model.sublayers)):
             depth = model.step(depth, site, Context(place._replace(site=site), rotation))
-        return model.router.read(depth, len(model.sublayers))
+        return model.final(model.router.read(depth, len(model.sublayers)))
 
 
 def blockwise(plan: DepthPlan) -> tuple[int, ...]:

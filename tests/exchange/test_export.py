@@ -9,7 +9,7 @@ import torch
 
 import lrattnres
 from lrattnres.config import ConfigError, EvalConfig, parse
-from lrattnres.entry import settings_of
+from lrattnres.entry import settings
 from lrattnres.evaluation.run import evaluate_run
 from lrattnres.exchange.config import ExportConfig
 from lrattnres.exchange.export import export_run
@@ -60,14 +60,14 @@ def test_load_gives_the_weights_of_the_checkpoint(trained: Path, exported: Path)
 
 def test_what_is_there_is_not_touched(trained: Path, exported: Path, tmp_path: Path) -> None:
     with pytest.raises(FolderError, match="there is something already"):
-        export_run(settings_of(ExportConfig, [f"run={trained}", f"out={exported}"]))
+        export_run(settings(ExportConfig, [f"run={trained}", f"out={exported}"]))
     (tmp_path / "empty").mkdir()
-    export_run(settings_of(ExportConfig, [f"run={trained}", f"out={tmp_path}/empty"]))
+    export_run(settings(ExportConfig, [f"run={trained}", f"out={tmp_path}/empty"]))
     assert (tmp_path / "empty" / "config.json").exists()
     with pytest.raises(ConfigError, match="out: not a setting; write key=value"):
-        settings_of(ExportConfig, ["run=x", "out"])
+        settings(ExportConfig, ["run=x", "out"])
     with pytest.raises(ConfigError, match="did you mean run"):
-        settings_of(ExportConfig, ["runn=x", "out=y"])
+        settings(ExportConfig, ["runn=x", "out=y"])
 
 
 def test_a_damaged_folder_is_refused(exported: Path, tmp_path: Path) -> None:
