@@ -58,6 +58,15 @@ def read_in_group(
     return after._replace(read=reading.out, parts=parts)
 
 
+def accumulated(depth: Depth, newest: Source, states: bool) -> Source:
+    """The open block's sum with the newest output; where sources are `states`, the stream after it, with all keys so far."""
+    if not states or not depth.sources:
+        return newest if depth.partial is None else depth.partial.plus(newest)
+    assert depth.stream is not None
+    before = (depth.partial or depth.sources[-1]).emitted
+    return Source(depth.stream, None if before is None or newest.emitted is None else before + newest.emitted)
+
+
 def columns(sources: tuple[Source, ...]) -> tuple[list[Tensor], list[Tensor]]:
     """Values, and keys of their own where there are some."""
     return [source.value for source in sources], [source.emitted for source in sources if source.emitted is not None]

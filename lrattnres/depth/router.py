@@ -22,7 +22,7 @@ from lrattnres.depth.groups import cheapest, single, steps
 from lrattnres.depth.keys import PROJECTED, SLICED, VALUE, KeyRule, Source
 from lrattnres.depth.plan import DepthPlan
 from lrattnres.depth.reads import Depth as Depth
-from lrattnres.depth.reads import columns, read_in_group
+from lrattnres.depth.reads import accumulated, columns, read_in_group
 from lrattnres.kernels.backends import KERNELS, DepthKernels
 from lrattnres.kernels.reference import EPSILON, depth_attention, depth_weights, rms_norm
 
@@ -134,7 +134,7 @@ class DepthRouter(nn.Module):
     def _read_alone(self, depth: Depth, site: int, newest: Source, *, normalize: bool) -> Depth:
         """The site reads by itself, from sources that are as the ablations want them."""
         assert self.ablations is not None
-        newest, complete = self._accumulated(depth, newest), self._complete(site)
+        newest, complete = accumulated(depth, newest, self.plan.states), self._complete(site)
         depth = depth.receives(self.ablations.scaled(newest, site) if complete else newest, complete)
         sources = self._sources(depth, site)
         if site == 0:
@@ -145,31 +145,19 @@ class DepthRouter(nn.Module):
         reading = self.kernels.read(query.unsqueeze(0), values, keys, normalize=normalize, passes=False, scoring=scoring)
         return depth._replace(read=reading.out)
 
-    def _accumulated(self, depth: Depth, newest: Source) -> Source:
-        """The open block's sum with the newest output, or the state after it."""
-        if not self.plan.states or not depth.sources:
-            return newest if depth.partial is None else depth.partial.plus(newest)
-        assert depth.stream is not None
-        before = (depth.partial or depth.sources[-1]).emitted
-        return Source(depth.stream, None if before is None or newest.emitted is None else before + newest.emitted)
-
     def _complete(self, site: int) -> bool:
         """Whether a site's newest source is the embedding or a whole block."""
         return site == 0 or self.plan.closes(site - 1)
 
     def hidden(self, depth: Depth, site: int) -> Tensor:
         """h of a site before its RMSNorm, [..., d]."""
-        embedding = depth.sources[0].value
-        if site == 0:  # One source: it is what is read, and adding the mixture to the stream would double it.
-            return embedding
-        if self.variant.keys is None:
-            assert depth.stream is not None
-            return depth.stream
+        if self.ablations is None or site == 0:
+            hidden = depth.sources[0].value if site == 0 else depth.stream
+            assert hidden is not None
+            return hidden
         sources = self._sources(depth, site)
-        values = [source.value for source in sources]
-        assert self.ablations is not None
-        mixture = depth_attention(self._query(site, sources), self._keys(sources), values, self.ablations.scoring)
-        return self._used(depth, site, mixture)
+        query, values = self._query(site, sources), [source.value for source in sources]
+        return self._used(depth, site, depth_attention(query, self._keys(sources), values, self.ablations.scoring))
 
     def _used(self, depth: Depth, site: int, mixture: Tensor) -> Tensor:
         """h of a site from its mixture m and the stream s: m, or s + m; with a gate γ, s + γ(m − s), or s + γm.
