@@ -73,13 +73,7 @@ def seconds_a_token(settings: list[str], row: str) -> float:
     with tempfile.TemporaryDirectory(prefix="lrattnres-table1-") as folder:
         short = [f"steps={STEPS}", "name=timing", f"runs={folder}", f"checkpoint.every={STEPS}"]
         short += ["evaluation.every=null", "evaluation.diagnostics_every=null"]
-        short += [
-            "evaluation.tokens=1",
-            "instruments.log=1",
-            "instruments.depth=null",
-            "evaluation.diagnostics_every=null",
-            "logger=none",
-        ]
+        short += ["evaluation.tokens=1", "instruments.log=1", "instruments.depth=null", "logger=none"]
         short += [f"optimizer.{name}=0" for name in ("warmup", "warmdown", "momentum_rise", "momentum_fall")]
         command = [sys.executable, str(ROOT / "train.py"), *settings, f"+table1={row}", *short]
         ended = subprocess.run(command, capture_output=True, text=True)

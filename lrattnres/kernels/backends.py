@@ -16,6 +16,10 @@ from lrattnres.kernels import reference
 from lrattnres.kernels.launch import INTERPRETED
 from lrattnres.kernels.reference import Part, Reading
 
+# Looked up once, here: a compiler that traces a call of `depth_attention` could not look for them.
+TRITON = importlib.util.find_spec("triton") is not None
+CPP = bool(shutil.which("g++") or shutil.which("clang++"))
+
 
 class DepthKernels(NamedTuple):
     """name: of the table. read: see `reference.read`. grouped: whether reading many sites at once saves time here.
@@ -55,7 +59,7 @@ def _compiled_read(queries: Tensor, values: Sequence[Tensor], *arguments: Any, *
 
 
 def _triton_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
-    if importlib.util.find_spec("triton") is None:
+    if not TRITON:
         return "the package triton is not installed; `pip install triton`"
     if device.type != "cuda" and not INTERPRETED:
         return "it needs a CUDA GPU, or TRITON_INTERPRET=1 in the environment to be interpreted, slowly, on a CPU"
@@ -63,8 +67,7 @@ def _triton_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def _compiler_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
-    found = shutil.which("g++") or shutil.which("clang++") or device.type != "cpu"
-    return None if found else "torch.compile needs a C++ compiler on a CPU; install g++"
+    return None if CPP or device.type != "cpu" else "torch.compile needs a C++ compiler on a CPU; install g++"
 
 
 KERNELS = {
