@@ -4,6 +4,7 @@ import re
 import shlex
 
 import pytest
+from omegaconf import OmegaConf
 
 from lrattnres.checks import resolve
 from lrattnres.config import ConfigError, EvalConfig, parse
@@ -17,7 +18,7 @@ COMMANDS = [line.split(" #")[0].strip() for line in README.splitlines() if line.
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if "train.py" in command])
 def test_every_training_command_is_possible(command: str) -> None:
-    settings = [word for word in shlex.split(command)[2:] if word != "-m"]
+    settings = [word.replace("glob(*)", "01_baseline") for word in shlex.split(command)[2:] if word != "-m"]
     sweeps = [word for word in settings if "," in word]
     for choice in sweeps[0].split("=")[1].split(",") if sweeps else [None]:
         chosen = [word if word not in sweeps else f"{word.split('=')[0]}={choice}" for word in settings]
@@ -26,9 +27,12 @@ def test_every_training_command_is_possible(command: str) -> None:
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if "eval.py" in command])
 def test_every_evaluation_command_is_possible(command: str) -> None:
-    settings = dict(word.split("=", 1) for word in shlex.split(command)[2:])
-    values = {key: value == "true" if value in ("true", "false") else value for key, value in settings.items()}
-    parse(EvalConfig, {key: int(value) if str(value).isdigit() else value for key, value in values.items()})
+    parse(EvalConfig, OmegaConf.to_container(OmegaConf.from_dotlist(shlex.split(command)[2:])))
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if "scripts/" in command])
+def test_scripts_exist(command: str) -> None:
+    assert (ROOT / command.split()[1]).is_file()
 
 
 def test_the_refusal_shown_is_the_refusal_given() -> None:
