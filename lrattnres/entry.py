@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import os
 import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable
+from functools import reduce
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
@@ -107,7 +107,10 @@ def settings(schema: type[T], arguments: Iterable[str]) -> T:
         raise ConfigError(faults + fault.faults) from None
     if faults:
         raise ConfigError(faults)
-    return dataclasses.replace(config, **texts)  # type: ignore[type-var]
+    for key, text in texts.items():
+        *path, last = key.split(".")
+        setattr(reduce(getattr, path, config), last, text)
+    return config
 
 
 def manual(schema: type, usage: str) -> str:

@@ -64,7 +64,7 @@ def test_what_is_there_is_not_touched(trained: Path, exported: Path, tmp_path: P
     (tmp_path / "empty").mkdir()
     export_run(settings(ExportConfig, [f"run={trained}", f"out={tmp_path}/empty"]))
     assert (tmp_path / "empty" / "config.json").exists()
-    with pytest.raises(ConfigError, match="out: not a setting; write key=value"):
+    with pytest.raises(ConfigError, match="out: must be key=value"):
         settings(ExportConfig, ["run=x", "out"])
     with pytest.raises(ConfigError, match="did you mean run"):
         settings(ExportConfig, ["runn=x", "out=y"])
