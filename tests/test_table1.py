@@ -48,7 +48,7 @@ def test_the_forecast_is_what_is_left_at_the_measured_rates(table1, tmp_path: Pa
     sentence = table1.forecast(members, settings)
     assert timed == ["01_baseline", "02_full_attn_res"] and "26 runs, 0 of them finished, 0 begun" in sentence
     assert "01_baseline 0.205 s" in sentence and "02_full_attn_res 0.389 s" in sentence
-    tokens = 300 * 8 * 256 + (3 * 131_072 + 2 * 65_536) / 3
+    tokens = 300 * 8 * 256 + (2 * 131_072 + 2 * 65_536) / 3
     expected = 0.0
     for member in members:
         model = member.config.model
