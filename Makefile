@@ -10,7 +10,7 @@ GRID := runs/table1-proxy
 .PHONY: help setup demo table1-proxy test test-slow test-gpu gpu-check check docs clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(READY) ## train a small model for a few minutes on this CPU, evaluate it, draw where it reads
 	$(BIN)/python train.py experiment=demo

@@ -247,5 +247,5 @@ def test_a_rank_that_was_written_wins_and_one_that_is_no_whole_number_is_refused
 
 def test_the_proxy_is_as_large_as_its_page_says() -> None:
     config, _ = resolve(composed("experiment=proxy", "name=x"))
-    assert (config.steps, config.global_batch, config.micro_batch, config.compile.name) == (300, 8, 8, "off")
-    assert (config.evaluation.every, config.evaluation.tokens, config.evaluation.diagnostics_tokens) == (150, 131_072, 65_536)
+    assert (config.steps, config.global_batch, config.micro_batch, config.compile.name) == (200, 8, 8, "off")
+    assert (config.evaluation.every, config.evaluation.tokens, config.evaluation.diagnostics_tokens) == (100, 131_072, 65_536)

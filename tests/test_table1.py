@@ -24,7 +24,7 @@ def everything(table1, settings: list[str]) -> list:
 
 def finish(folder: Path) -> None:
     folder.mkdir(parents=True)
-    (folder / "summary.json").write_text('{"step": 300}')
+    (folder / "summary.json").write_text('{"step": 200}')
 
 
 def seconds(sentence: str) -> int:
@@ -48,7 +48,7 @@ def test_the_forecast_is_what_is_left_at_the_measured_rates(table1, tmp_path: Pa
     sentence = table1.forecast(members, settings)
     assert timed == ["01_baseline", "02_full_attn_res"] and "26 runs, 0 of them finished, 0 begun" in sentence
     assert "01_baseline 0.205 s" in sentence and "02_full_attn_res 0.389 s" in sentence
-    tokens = 300 * 8 * 256 + (2 * 131_072 + 2 * 65_536) / 3
+    tokens = 200 * 8 * 256 + (2 * 131_072 + 2 * 65_536) / 3
     expected = 0.0
     for member in members:
         model = member.config.model
@@ -59,7 +59,7 @@ def test_the_forecast_is_what_is_left_at_the_measured_rates(table1, tmp_path: Pa
 
     for name in names[:-1]:
         finish(tmp_path / name)
-    checkpoints = tmp_path / names[-1] / "checkpoints" / "step_000200"
+    checkpoints = tmp_path / names[-1] / "checkpoints" / "step_000100"
     checkpoints.mkdir(parents=True)
     (checkpoints / "manifest.json").write_text("{}")
     sentence = table1.forecast(everything(table1, settings), settings)
@@ -67,7 +67,7 @@ def test_the_forecast_is_what_is_left_at_the_measured_rates(table1, tmp_path: Pa
     left = 100 * 8 * 256 + (131_072 + 2 * 65_536) / 3
     assert seconds(sentence) == pytest.approx(left * (1e-4 + 0.9e-4 * 132 * 136 / (324 * 256)), abs=1)
 
-    (tmp_path / names[-1] / "summary.json").write_text('{"step": 300}')
+    (tmp_path / names[-1] / "summary.json").write_text('{"step": 200}')
     assert table1.forecast(everything(table1, settings), settings).endswith("nothing is left to train")
 
 
