@@ -16,6 +16,9 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from lrattnres.data.errors import DataError
+from lrattnres.model.decoder import Decoder
+from lrattnres.model.generate import Generation
+from lrattnres.model.sampling import Sampling
 from lrattnres.model.transformer import Transformer
 
 MOST_GENERATED = 256  # tokens, where a task says nothing: the harness's own number
@@ -47,7 +50,7 @@ class HarnessModel(TemplateLM):
     def __init__(self, model: Transformer, tokenizer: TaskTokenizer, batch: int):
         super().__init__()
         self.model, self.words, self.batch = model, tokenizer, batch
-        self.context = model.config.context
+        self.context, self.decoder = model.config.context, Decoder(model, tokenizer.prefix, documents=False)
 
     @property
     def eot_token_id(self) -> int:
@@ -117,24 +120,19 @@ class HarnessModel(TemplateLM):
                     bar.update(len(chunk))
         return [made[number] for number in range(len(requests))]
 
-    @torch.no_grad()
     def _continue(self, prompts: list[list[int]], length: int, until: Sequence[str]) -> list[str]:
-        """The one place that decodes: greedily, by a forward pass over everything for each token."""
-        rows, texts, going = [list(prompt) for prompt in prompts], [""] * len(prompts), set(range(len(prompts)))
-        for _ in range(length):
-            if not going:
-                break
-            numbers = sorted(going)
-            logits = self._logits([rows[number] for number in numbers])
-            for place, number in enumerate(numbers):
-                token = int(logits[place, len(rows[number]) - 1].argmax())
+        """The one place that decodes: greedily, each prompt a document."""
+        written, texts = [list[int]() for _ in prompts], [""] * len(prompts)
+        generation = Generation(self.decoder, prompts, Sampling(temperature=0), tokens=length)
+        while generation.rows:
+            for number, token in generation.step().items():
                 if token in self.words.ends:
-                    going.discard(number)
+                    generation.drop([number])
                     continue
-                rows[number].append(token)
-                texts[number] = self.words.decode(rows[number][len(prompts[number]) :])
+                written[number].append(token)
+                texts[number] = self.words.decode(written[number])
                 if any(stop in texts[number] for stop in until):
-                    going.discard(number)
+                    generation.drop([number])
         return [text[: min((text.index(stop) for stop in until if stop in text), default=len(text))] for text in texts]
 
     def _logits(self, rows: list[list[int]]) -> torch.Tensor:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lrattnres.config import Routing
+from lrattnres.config import DepthConfig, QKNorm, RopeKind, RopeScaling, Routing
 from lrattnres.data.packing import segments
 from lrattnres.depth.router import VARIANTS
 from lrattnres.kernels import reference, stacked
@@ -45,6 +45,31 @@ def test_token_by_token_equals_the_whole_window(tiny_model_config, residual, rou
     decoder, tokens = Decoder(model, SEPARATOR, two_phase=two_phase), drawn(3, 24)
     cache = decoder.cache(3)
     found = torch.cat([decoder.head(decoder.feed(cache, column)) for column in tokens.split(1, dim=1)], dim=1)
+    torch.testing.assert_close(found, whole(model, tokens), rtol=1e-5, atol=1e-5)
+
+
+PRETRAINED = {
+    "kv_heads": 1,
+    "head_dim": 8,
+    "gains": True,
+    "qk_norm": QKNorm.gains,
+    "norm_eps": 1e-6,
+    "tied": True,
+    "rope_scaling": RopeScaling(RopeKind.llama3, factor=4.0, first_context=8),
+    "gate": True,
+}
+
+
+@pytest.mark.parametrize("residual", list(VARIANTS))
+@pytest.mark.parametrize(
+    "options", [PRETRAINED, {"depth": DepthConfig(heads=2, learned_scale=True)}], ids=["pretrained", "ablated"]
+)
+def test_models_of_other_makes(tiny_model_config, residual, options) -> None:
+    """As a converted model is, and with routing that no grouped read computes."""
+    model = make(tiny_model_config(residual=residual, context=24, **options))
+    decoder, tokens = Decoder(model, SEPARATOR), drawn(2, 24)
+    cache = decoder.cache(2)
+    found = torch.cat([decoder.head(decoder.feed(cache, piece)) for piece in tokens.split([9, *[1] * 15], dim=1)], dim=1)
     torch.testing.assert_close(found, whole(model, tokens), rtol=1e-5, atol=1e-5)
 
 
