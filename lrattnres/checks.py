@@ -30,6 +30,8 @@ from lrattnres.config import (
     RopeScaling,
     Sources,
     TokenizeConfig,
+    TokenizerConfig,
+    TokenizerName,
     TrainConfig,
     flatten,
     plain,
@@ -85,7 +87,7 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
         # So that the command for one GPU is the command for many.
         notes.append("compile=model is compile=regions on many ranks: weights are gathered between one region and the next")
         config = dataclasses.replace(config, compile=Compile.regions)
-    vocabulary = config.model.vocabulary or VOCABULARY[config.tokenizer.name]
+    vocabulary = config.model.vocabulary or VOCABULARY.get(config.tokenizer.name)
     given = dataclasses.replace(config.model, vocabulary=vocabulary)
     config = dataclasses.replace(config, model=dataclasses.replace(given, **gone))
     return _matched(config, given, notes) if config.match else (config, notes)
@@ -185,7 +187,9 @@ def _shapes(config: TrainConfig) -> Iterator[str]:
             yield f"model.rope_scaling.{name}={value}: has no use with kind={scaling.kind.name}; write another kind"
     if scaling.kind is RopeKind.llama3 and scaling.low >= scaling.high:
         yield f"model.rope_scaling.low={scaling.low}: must be less than model.rope_scaling.high={scaling.high}"
-    known = VOCABULARY[config.tokenizer.name]
+    known = VOCABULARY.get(config.tokenizer.name, 0)  # a pretrained one is looked at when it is opened
+    if model.vocabulary is None and not known:
+        yield "model.vocabulary=null: only tokenizer.path knows how many tokens there are; write model.vocabulary=NUMBER"
     if model.vocabulary is not None and model.vocabulary < known:
         name = config.tokenizer.name.name
         yield f"model.vocabulary={model.vocabulary}: tokenizer={name} has {known} tokens; write null or at least that"
@@ -247,6 +251,17 @@ def data_faults(data: DataConfig) -> Iterator[str]:
         yield "data.deduplicate=true: needs the hashes of all texts; run scripts/tokenize_corpus.py, then write data=tokens"
 
 
+def tokenizer_faults(tokenizer: TokenizerConfig) -> Iterator[str]:
+    """What the chosen tokenizer has no use for, or lacks."""
+    needed = tokenizer.name is TokenizerName.pretrained
+    for key in ("path", "separator"):
+        value = getattr(tokenizer, key)
+        if needed and value is None:
+            yield f"tokenizer.{key}=null: tokenizer=pretrained needs it; write tokenizer.path=FOLDER tokenizer.separator=NUMBER"
+        if not needed and value is not None:
+            yield f"tokenizer.{key}={value}: tokenizer={tokenizer.name.name} has no use for it; write null"
+
+
 def resolve_tokenize(config: TokenizeConfig) -> TokenizeConfig:
     """The same configuration. Raises ConfigError with every fault."""
     faults = list(limits(flatten(plain(config)), BOUNDS | {"workers": (1, 4096), "shard_mb": (1, None)}))
@@ -254,7 +269,7 @@ def resolve_tokenize(config: TokenizeConfig) -> TokenizeConfig:
         faults.append("data.corpus=tokens: is tokenized already; write data=ultra_fineweb, data=files or data=docstrings")
     if config.data.skip_unreadable:
         faults.append("data.skip_unreadable=true: shards without a gap or none; restore the file, or take it out of data.root")
-    faults += data_faults(config.data)
+    faults += [*data_faults(config.data), *tokenizer_faults(config.tokenizer)]
     if faults:
         raise ConfigError(faults)
     return config

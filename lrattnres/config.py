@@ -40,6 +40,7 @@ class TokenizerName(Enum):
     bytes = "bytes"
     cl100k_base = "cl100k_base"
     gpt2 = "gpt2"
+    pretrained = "pretrained"
 
 
 class Orthogonalizer(Enum):
@@ -131,7 +132,9 @@ class DataConfig:
 
 @dataclass
 class TokenizerConfig:
-    name: TokenizerName = option("how text becomes tokens")
+    name: TokenizerName = option("how text becomes tokens; pretrained: by the tokenizer.json in path")
+    path: str | None = option("folder with the tokenizer.json of a pretrained model; null otherwise", None)
+    separator: int | None = option("its token that opens a document; null otherwise", None)
 
 
 @dataclass

@@ -135,8 +135,13 @@ def started_from(values: dict[str, Any], overrides: Iterable[str]) -> dict[str, 
         if re.match(r"[+~]*(model(\.[\w.]+)?|table1)(=|$)", word):
             faults.append(f"{word.lstrip('+')}: initial={initial} decides the model; scripts/convert.py makes another of it")
     name = values["tokenizer"]["name"]
-    if exported.tokenizer is None:
-        faults.append(f"initial={initial}: the model has a tokenizer of its own, which training cannot read yet")
+    if exported.tokenizer is None:  # it has one of its own
+        values["tokenizer"] |= {"name": "pretrained", "path": str(initial), "separator": exported.separator}
+        faults += [
+            f"{word.lstrip('+')}: initial={initial} has a tokenizer of its own; leave it out"
+            for word in overrides
+            if re.match(r"[+~]*tokenizer(\.[\w.]+)?(=|$)", word)
+        ]
     elif exported.tokenizer != name:
         faults.append(
             f"tokenizer={name}: initial={initial} was trained with {exported.tokenizer}; write tokenizer={exported.tokenizer}"

@@ -94,5 +94,10 @@ class Dataset(NamedTuple):
 
 def open_dataset(config: TrainConfig, pinned: dict[str, Any] | None = None) -> Dataset:
     """`pinned`: the listing in the run's folder, where there is one. Raises DataError for what cannot be had."""
-    tokenizer = build_tokenizer(config.tokenizer.name)
+    tokenizer = build_tokenizer(config.tokenizer)
+    if tokenizer.vocabulary > (config.model.vocabulary or 0):
+        raise DataError(
+            f"model.vocabulary={config.model.vocabulary}: tokenizer {tokenizer.name} has {tokenizer.vocabulary} tokens; "
+            "write at least that"
+        )
     return Dataset(tokenizer, open_documents(config.data, tokenizer, pinned), config)

@@ -8,12 +8,14 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from lrattnres.config import TokenizerName
+from lrattnres.config import TokenizerConfig, TokenizerName
 from lrattnres.data.errors import DataError
+from lrattnres.data.pretrained import Encoder, spelling_and_fingerprint
 from lrattnres.data.text import clean
 
 if TYPE_CHECKING:
@@ -105,11 +107,15 @@ class _SpelledTokenizer:
         return b"".join("\ufffd".encode() if part is None else part for part in spelled)
 
 
-def build_tokenizer(name: TokenizerName) -> Tokenizer:
-    """The tokenizer called `name`, checked against what was published under that name.
+def build_tokenizer(which: TokenizerConfig | TokenizerName) -> Tokenizer:
+    """The tokenizer of that name, checked against what was published under it; `pretrained` is that of a folder.
 
-    Raises DataError if its ranks can neither be found nor fetched, or are not the published ones.
+    Raises DataError if its ranks or its file can neither be found nor fetched, or are not the published ones.
     """
+    config = which if isinstance(which, TokenizerConfig) else TokenizerConfig(which)
+    name = config.name
+    if name is TokenizerName.pretrained:
+        return _pretrained(config)
     tokenizer = _BUILDERS[name]()
     if tokenizer.vocabulary != VOCABULARY[name] or tokenizer.separator != _SEPARATORS[name]:
         raise DataError(
@@ -171,6 +177,16 @@ def _byte_pairs(name: TokenizerName, newline_ends_token: bool) -> _SpelledTokeni
 
     fingerprint = hashlib.blake2b(repr((name.name, found, pattern)).encode(), digest_size=16).hexdigest()
     return _SpelledTokenizer(name.name, encoding.eot_token, fingerprint, spelling, frozenset(special.values()), encode)
+
+
+def _pretrained(config: TokenizerConfig) -> _SpelledTokenizer:
+    assert config.path is not None and config.separator is not None, "checked by lrattnres.checks"
+    folder = Path(config.path)
+    spelling, special, found = spelling_and_fingerprint(folder)
+    if config.separator not in special:
+        raise DataError(f"tokenizer.separator={config.separator}: must be a special token of {folder}: {sorted(special)}")
+    fingerprint = f"pretrained/{found}/{config.separator}"
+    return _SpelledTokenizer(f"pretrained ({folder})", config.separator, fingerprint, spelling, special, Encoder(folder))
 
 
 def _load(name: TokenizerName) -> tiktoken.Encoding:

@@ -47,7 +47,7 @@ def tokenize_corpus(config: TokenizeConfig) -> Report:
     Raises DataError.
     """
     out = Path(config.out).expanduser()
-    corpus, tokenizer = open_corpus(config.data), build_tokenizer(config.tokenizer.name)
+    corpus, tokenizer = open_corpus(config.data), build_tokenizer(config.tokenizer)
     plan = {
         "format": FORMAT,
         "source": corpus.fingerprint,
@@ -119,7 +119,7 @@ _worker: EncodedCorpus | None = None
 
 def _open_worker(config: TokenizeConfig, listing: dict[str, Any] | None) -> None:
     global _worker
-    _worker = EncodedCorpus(open_corpus(config.data, listing), build_tokenizer(config.tokenizer.name))
+    _worker = EncodedCorpus(open_corpus(config.data, listing), build_tokenizer(config.tokenizer))
 
 
 def _work(path: Path, groups: range, plan: dict[str, Any]) -> Entry:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lrattnres.config import ConfigError, EvalConfig, Precision, TokenizerName
+from lrattnres.config import ConfigError, EvalConfig, Precision, TokenizerConfig, TokenizerName
 from lrattnres.data.errors import DataError
 from lrattnres.data.tokenizers import Tokenizer, build_tokenizer
 from lrattnres.evaluation.run import device_faults, find_weights, load_weights
@@ -99,12 +99,13 @@ def evaluate_tasks(config: EvalConfig) -> Path:
     check_names(config.downstream, manager.all_tasks)
     folder, source = find_weights(config, print)
     if isinstance(source, Exported):
-        settings, known, precision = source.model, source.tokenizer, Precision.float32
+        settings, precision = source.model, Precision.float32
+        known = TokenizerConfig(TokenizerName[source.tokenizer]) if source.tokenizer else None
     else:
         run = RunFolder.read_config(folder.path)
-        settings, known, precision = run.model, run.tokenizer.name.name, run.precision
+        settings, known, precision = run.model, run.tokenizer, run.precision
     model = load_weights(settings, source, config, config.precision or precision)
-    tokenizer = Trained(build_tokenizer(TokenizerName[known])) if known else Pretrained(source)  # type: ignore[arg-type]
+    tokenizer = Trained(build_tokenizer(known)) if known else Pretrained(source)  # type: ignore[arg-type]
     print(f"{source.path}: {len(config.downstream)} tasks, tokenizer {tokenizer.name}, context {settings.context}")
     harness = HarnessModel(model, tokenizer, config.batch or BATCH)
     try:

@@ -36,7 +36,7 @@ def load_run(config: EvalConfig, say: Callable[[str], None]) -> TrainedRun:
         torch.set_num_threads(config.threads)
     folder, checkpoint = find_weights(config, say)
     settings = settings_of(config, RunFolder.read_config(folder.path))
-    tokenizer = build_tokenizer(settings.tokenizer.name)
+    tokenizer = build_tokenizer(settings.tokenizer)
     if folder.identity().get("tokenizer") != tokenizer.fingerprint:
         raise RunError(
             f"{folder.path}: its tokenizer {tokenizer.name} is not the one of this machine, so the model would read other "

@@ -24,13 +24,12 @@ from torch import Tensor
 from lrattnres.config import ConfigError, ModelConfig
 from lrattnres.depth.router import VARIANTS
 from lrattnres.exchange.config import ConvertConfig
-from lrattnres.exchange.folder import CONFIG, FolderError, new_folder, read_exported, write_model
+from lrattnres.exchange.folder import CONFIG, TOKENIZER, FolderError, new_folder, read_exported, write_model
 from lrattnres.exchange.pretrained import Weights, model_of, weights_of
 from lrattnres.model.attention import BACKENDS
 from lrattnres.model.transformer import Transformer, build_model
 from lrattnres.runs.files import from_json
 
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "tokenizer.model")
 # Of a model that was trained here: what it was trained with, so that it is measured on the same held-out tokens.
 RUN = ("config.yaml", "identity.json", "corpus.json")
 

@@ -11,9 +11,10 @@ import torch
 from lrattnres.config import TrainConfig
 from lrattnres.data.tokenizers import build_tokenizer
 from lrattnres.exchange.config import ExportConfig
-from lrattnres.exchange.folder import figures, new_folder, write_model
+from lrattnres.exchange.folder import CONFIG, TOKENIZER, figures, new_folder, write_model
 from lrattnres.model.attention import BACKENDS
 from lrattnres.model.transformer import Transformer, build_model
+from lrattnres.runs.files import from_json
 from lrattnres.runs.find import find_checkpoint
 from lrattnres.runs.folder import RunFolder
 
@@ -39,19 +40,21 @@ def export_run(config: ExportConfig) -> Path:
     with new_folder(config.out) as path:
         model = build_model(settings.model, seed=None, device=CPU, attention=BACKENDS["sdpa"], dtype=torch.float32)
         checkpoint.load({"model": dict(model.state_dict())})
-        tokenizer = build_tokenizer(settings.tokenizer.name)
+        tokenizer = build_tokenizer(settings.tokenizer)
+        own = Path(settings.tokenizer.path) if settings.tokenizer.path else None  # of the model that it was made of
         card = model_card(settings, model, checkpoint.step, figures(folder.path, checkpoint.step))
         write_model(
             path,
             settings.model,
             model.state_dict(),
             card,
-            tokenizer=settings.tokenizer.name.name,
+            tokenizer=None if own else settings.tokenizer.name.name,
             separator=tokenizer.separator,
-            end=tokenizer.separator,
+            end=from_json((own / CONFIG).read_bytes())["eos_token_id"] if own else tokenizer.separator,
             step=checkpoint.step,
         )
-        for file in (folder.config_path, folder.identity_path, folder.corpus_path):
+        files = [folder.config_path, folder.identity_path, folder.corpus_path]
+        for file in [*files, *(own / name for name in TOKENIZER if own)]:
             if file.exists():
                 shutil.copyfile(file, path / file.name)
     return Path(config.out)

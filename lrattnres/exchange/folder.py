@@ -37,6 +37,7 @@ from lrattnres.runs.files import from_json, to_json
 
 FORMAT = 1
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "tokenizer.model")
 MODELING = Path(__file__).with_name("modeling_lrattnres.py")
 
 
