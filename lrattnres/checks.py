@@ -224,6 +224,7 @@ def _data(config: TrainConfig) -> Iterator[str]:
     if not 0 < data.holdout < 1:
         yield f"data.holdout={data.holdout}: must lie between 0 and 1, both excluded, such as 0.05"
     yield from data_faults(data)
+    yield from tokenizer_faults(config.tokenizer)
     if data.max_tokens is not None and data.corpus is not CorpusName.tokens:
         yield f"data.max_tokens={data.max_tokens}: only shards know their tokens; write data.max_files=…, or data=tokens"
     if config.resume not in ("auto", "none") and not config.resume.isdigit():

@@ -50,9 +50,7 @@ class Encoder:
         try:
             from tokenizers import Tokenizer
         except ImportError as fault:
-            raise DataError(
-                "tokenizer.name=pretrained: needs the package tokenizers; `pip install lrattnres[transformers]`"
-            ) from fault
+            raise DataError(f"{folder / FILE}: needs the package tokenizers; `pip install lrattnres[transformers]`") from fault
         self.folder, self._fast = folder, Tokenizer.from_file(str(folder / FILE))
         self._fast.no_truncation()
         self._fast.no_padding()

@@ -12,13 +12,15 @@ from lrattnres.config import ConfigError, ModelConfig, OptimizerConfig
 from lrattnres.data.dataset import open_dataset
 from lrattnres.entry import settings, started_from
 from lrattnres.evaluation.loss import window_losses
-from lrattnres.exchange.config import ConvertConfig
+from lrattnres.exchange.config import ConvertConfig, ExportConfig
 from lrattnres.exchange.convert import convert
+from lrattnres.exchange.export import export_run
 from lrattnres.exchange.folder import write_model
 from lrattnres.model.attention import BACKENDS
 from lrattnres.model.transformer import build_model
 from lrattnres.optim.optimizer import MuonAdam
 from lrattnres.runs.folder import RunFolder
+from tests.data.test_pretrained_tokenizer import byte_level_tokenizer
 from tests.test_cli import comparable, run
 
 SIZES = {"layers": 2, "dim": 16, "heads": 2, "mlp_width": 24, "context": 32, "vocabulary": 257}
@@ -50,6 +52,24 @@ def test_another_residual_path_starts_at_the_loss_of_the_model_it_was_made_of(gi
     assert comparable(tmp_path / "run")[0]["loss"] == pytest.approx((sums.cross_entropy / sums.tokens).item(), abs=1e-5)
     identity = json.loads((tmp_path / "run" / "identity.json").read_text())
     assert len(identity["initial weights"]) == 64
+
+
+def test_a_pretrained_model_is_trained_further_with_its_own_tokenizer(texts: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="the model is made by transformers")
+    words = byte_level_tokenizer(["the router reads what every layer wrote"] * 9, tmp_path / "qwen")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}
+    tokens = {"vocab_size": words.get_vocab_size() + 3, "bos_token_id": None, "eos_token_id": words.token_to_id("<|end|>")}
+    more = {"num_key_value_heads": 1, "max_position_embeddings": 32, **tokens}
+    transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, **more)).save_pretrained(tmp_path / "qwen")
+    paths = [f"source={tmp_path}/qwen", f"out={tmp_path}/model"]
+    convert(settings(ConvertConfig, [*paths, "model.residual=delta", "model.blocks=2"]))
+    data = ["data=files", f"data.root={texts}", f"runs={tmp_path}", "name=run", "device=cpu", "precision=float32"]
+    size = ["steps=3", "global_batch=4", "micro_batch=4", "optimizer.warmup=1", "threads=1", "evaluation.tokens=200"]
+    run("train.py", "experiment=finetune", f"initial={tmp_path}/model", *data, *size, "instruments.depth=null")
+    export_run(settings(ExportConfig, [f"run={tmp_path}/run", f"out={tmp_path}/after"]))
+    first, last = lrattnres.load(tmp_path / "model"), lrattnres.load(tmp_path / "after")
+    assert not torch.equal(first.head.weight, last.head.weight) and (tmp_path / "after" / "tokenizer.json").is_file()
+    assert json.loads((tmp_path / "after" / "config.json").read_text())["eos_token_id"] == words.token_to_id("<|end|>")
 
 
 def test_the_given_model_decides_the_model(given: Path) -> None:
