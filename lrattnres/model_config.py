@@ -42,6 +42,7 @@ class DepthConfig:
         "a block's value: the sum of its n outputs, mean: over n, sqrt: over sqrt(n)", BlockScale.sum
     )
     learned_scale: bool = option("multiply the value of each source by a learned number, one at the start", False)
+    null_source: bool = option("a source more, whose value and logit are zero: a site may read nothing", False)
     embedding_source: bool = option("sites after the first may read the embedding", True)
     sources: Sources = option("outputs (and sums of them), or states: o_0 + Σ o_i after each block", Sources.outputs)
 

@@ -42,7 +42,8 @@ class Ablations(nn.Module):
 
     def __init__(self, options: DepthConfig, plan: DepthPlan, rank: int, dim: int):
         super().__init__()
-        if (plan.embedding, plan.states) != (options.embedding_source, options.sources is Sources.states):
+        given = (options.embedding_source, options.sources is Sources.states, options.null_source)
+        if (plan.embedding, plan.states, plan.null) != given:
             raise ValueError(
                 f"{plan}: not the sources of {', '.join(changed(options).values()) or 'the default'}; use plan_of(config)"
             )
@@ -53,7 +54,7 @@ class Ablations(nn.Module):
         self.plan, self.block_scale = plan, BLOCK_SCALES[options.block_scale]
         self.scoring = Scoring(options.key_norm, options.heads)
         self.logit_scale = LOGIT_SCALES[options.logit_scale](rank // options.heads)
-        projections, scales = torch.zeros(plan.sublayers, rank, dim), torch.ones(len(plan.sources(plan.sublayers)))
+        projections, scales = torch.zeros(plan.sublayers, rank, dim), torch.ones(sum(map(bool, plan.sources(plan.sublayers))))
         self.query_projections = nn.Parameter(projections) if options.input_queries else None
         self.source_scales = nn.Parameter(scales) if options.learned_scale else None
 
@@ -74,5 +75,5 @@ class Ablations(nn.Module):
         factor, value = self.block_scale(len(sources[-1])), source.value
         if self.source_scales is not None and (site > 0 or self.plan.embedding):
             wide = value if value.dtype == torch.float64 else value.float()
-            return source._replace(value=(wide * (factor * self.source_scales[len(sources) - 1])).to(value.dtype))
+            return source._replace(value=(wide * (factor * self.source_scales[sum(map(bool, sources)) - 1])).to(value.dtype))
         return source if factor == 1 else source._replace(value=factor * value)

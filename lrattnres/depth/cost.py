@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lrattnres.config import BlockScale, ModelConfig
+from lrattnres.config import BlockScale, ModelConfig, QKNorm
 from lrattnres.depth.keys import KeyRule
 from lrattnres.depth.plan import plan_of
 
@@ -17,7 +17,8 @@ class Cost:
     """core: L(4d² + 3dm), the plain transformer without embedding and head; scores: r·S; mixtures: d·S; projection: the
     key rows, r[L(d + m) + d], and what the ablations add: M·r·d for queries that depend on the input, a factor on each of
     the (M + 1)·d values written for scaled sources; attention: QKᵀ and αV over a causal window, L·d·T; head: d·vocabulary.
-    All in multiply-adds a token. parameters: what routing adds; cache: values a token that are kept as sources, K·d, and
+    All in multiply-adds a token. beside: parameters of the embedding, if it is not the head, and of the gains of norms;
+    parameters: what routing adds; cache: values a token that are kept as sources, K·d, and
     K·r more for keys of their own.
     """
 
@@ -27,6 +28,7 @@ class Cost:
     projection: int
     attention: int
     head: int
+    beside: int
     parameters: int
     cache: int
 
@@ -47,9 +49,8 @@ class Cost:
 
     @property
     def model_parameters(self) -> int:
-        """Of the whole model. Each weight of the core and of the head is used once a token; the embedding is as large as
-        the head."""
-        return self.core + 2 * self.head + self.parameters
+        """Of the whole model: each weight of the core and of the head is used once a token."""
+        return self.core + self.head + self.beside + self.parameters
 
 
 def cost(config: ModelConfig, keys: KeyRule | None) -> Cost:
@@ -63,7 +64,8 @@ def cost(config: ModelConfig, keys: KeyRule | None) -> Cost:
     written = plan.sublayers + plan.embedding
     queries = plan.sublayers * rank * dim if keys and depth.input_queries else 0
     scaled = dim * written if keys and (depth.learned_scale or depth.block_scale is not BlockScale.sum) else 0
-    scales = len(plan.sources(plan.sublayers)) if keys and depth.learned_scale else 0
+    scales = sum(map(bool, plan.sources(plan.sublayers))) if keys and depth.learned_scale else 0
+    gains = dim * (2 * layers + 1) * config.gains + 2 * config.head_width * layers * (config.qk_norm is QKNorm.gains)
     return Cost(
         core=layers * (2 * dim * (heads + config.value_heads * config.head_width) + 3 * dim * width),
         scores=rank * plan.reads,
@@ -71,6 +73,7 @@ def cost(config: ModelConfig, keys: KeyRule | None) -> Cost:
         projection=rows + queries + scaled,
         attention=layers * heads * config.context,
         head=dim * (config.vocabulary or 0),
+        beside=(0 if config.tied else dim * (config.vocabulary or 0)) + gains,
         parameters=rows + plan.sublayers * (rank + (keys is not None and config.gate)) + queries + scales,
         cache=plan.retained * (dim + (rank if keys.emits else 0)) if keys else 0,
     )

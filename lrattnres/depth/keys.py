@@ -20,6 +20,11 @@ class Source(NamedTuple):
     value: Tensor
     emitted: Tensor | None = None
 
+    def nothing(self) -> Source:
+        """A source of this one's shape whose value is zero, and with it any key and any logit."""
+        nothing = self.value.new_zeros(()).expand_as(self.value)
+        return Source(nothing, None if self.emitted is None else self.emitted.new_zeros(()).expand_as(self.emitted))
+
     def plus(self, output: Source) -> Source:
         if self.emitted is None or output.emitted is None:
             return Source(self.value + output.value)

@@ -191,7 +191,8 @@ class DepthRouter(nn.Module):
         """What a site reads, in the order of `plan.sources(site)`."""
         assert self.ablations is not None
         written = depth.sources if depth.partial is None else (*depth.sources, self.ablations.scaled(depth.partial, site))
-        return written if self.plan.embedding or site == 0 else written[1:]
+        written = written if self.plan.embedding or site == 0 else written[1:]
+        return (written[-1].nothing(), *written) if self.plan.null and site else written
 
     def _keys(self, sources: tuple[Source, ...]) -> list[Tensor]:
         assert self.variant.keys is not None

@@ -11,7 +11,7 @@ import numpy as np
 
 from lrattnres.report.compare import Group
 from lrattnres.report.figures import Picture
-from lrattnres.report.plots import site_name, weight_grid
+from lrattnres.report.plots import site_name, source_label, weight_grid
 
 WIDE = 4  # panels in a line
 
@@ -71,7 +71,7 @@ def _picture(group: Group, kind: str, shown: list[tuple[Any, ...]], missing: str
 def _ticks(panel: Any, used: np.ndarray, head: int) -> None:
     """A name for every few sites and sources, so that names do not touch."""
     columns = range(0, len(used), max(1, math.ceil(len(used) / 9)))
-    panel.set_xticks(list(columns), ["emb" if used[column] == 0 else str(used[column]) for column in columns])
+    panel.set_xticks(list(columns), [source_label(used[column], head + 1) for column in columns])
     sites = [*range(1, head, max(1, math.ceil(head / 12))), head]
     sites = [site for site in sites if site == head or head - site >= head / 16]
     panel.set_yticks([site - 1 for site in sites], [site_name(site, head) for site in sites])

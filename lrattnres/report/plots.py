@@ -39,7 +39,7 @@ def depth_heatmap(diagnostics: dict[str, Any], title: str, path: Path) -> None:
     for row, column in np.argwhere(~np.isnan(weights[1:, used])) if len(used) <= 16 else ():
         mean = weights[1 + row, used[column]]
         axes.text(column, row, f"{mean:.2f}", ha="center", va="center", size=7, color="w" if mean < 0.6 * ceiling else "k")
-    axes.set_xticks(range(len(used)), ["emb" if column == 0 else str(column) for column in used])
+    axes.set_xticks(range(len(used)), [source_label(column, len(weights)) for column in used])
     axes.set_yticks(range(len(weights) - 1), [site_name(site, len(weights) - 1) for site in range(1, len(weights))])
     axes.tick_params(labelsize=8)
     axes.set(xlabel="source: embedding, or last sub-layer it sums", ylabel="read site: sub-layer it feeds", title=title)
@@ -50,14 +50,20 @@ def depth_heatmap(diagnostics: dict[str, Any], title: str, path: Path) -> None:
 def weight_grid(diagnostics: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     """Mean α [sites, 1 + sub-layers], NaN where a site has no such source, and the columns that any site reads.
 
-    A source stands in the column of the last sub-layer it sums; the embedding in column 0.
+    A source stands in the column of the last sub-layer it sums; the embedding in column 0, and the null source in the last.
     """
-    columns = {"embedding": 0} | {str(end): end for end in range(1, len(diagnostics["sources"]))}
-    weights = np.full((len(diagnostics["sources"]), len(columns)), np.nan)
+    sites = len(diagnostics["sources"])
+    columns = {"embedding": 0} | {str(end): end for end in range(1, sites)} | {"null": sites}
+    weights = np.full((sites, len(columns)), np.nan)
     for site, (labels, means) in enumerate(zip(diagnostics["sources"], diagnostics["mean_weight"], strict=True)):
         for label, mean in zip(labels, means or [], strict=bool(means)):
             weights[site, columns[label.rsplit("-", 1)[-1]]] = mean
     return weights, np.flatnonzero(~np.isnan(weights).all(axis=0))
+
+
+def source_label(column: int, sites: int) -> str:
+    """The name of a column of `weight_grid`, for an axis."""
+    return {0: "emb", sites: "null"}.get(column, str(column))
 
 
 def site_curves(diagnostics: dict[str, Any], title: str, path: Path) -> None:

@@ -13,6 +13,7 @@ from matplotlib.font_manager import findfont, get_font
 from lrattnres.report.plots import depth_heatmap, save
 
 MARKS = str.maketrans({" ": "␣", "\n": "↵", "\t": "⇥", "\r": "␍"})
+SHORT = {"embedding": "emb"}
 LONGEST = 18  # characters of a token that are shown
 
 
@@ -27,7 +28,7 @@ def token_heatmap(record: dict[str, Any], sites: Sequence[int], shown: range, ti
     for axes, panel, array in zip(row[0], panels, weights, strict=True):
         picture = axes.imshow(array, cmap="magma", vmin=0, vmax=highest, aspect="auto", interpolation="nearest")
         axes.set_title(f"site {panel['site']}: {panel['feeds']}", size=8)
-        axes.set_xticks(range(array.shape[1]), ["emb", *panel["sources"][1:]], rotation=90, size=7)
+        axes.set_xticks(range(array.shape[1]), [SHORT.get(name, name) for name in panel["sources"]], rotation=90, size=7)
         axes.set_yticks([])
     names = [visible(record["tokens"][place]["text"]) for place in shown]
     row[0][0].set_yticks(range(len(shown)), names, size=7, family="monospace", parse_math=False)

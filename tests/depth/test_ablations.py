@@ -24,19 +24,21 @@ SINGLE = [
     {"block_scale": BlockScale.mean},
     {"block_scale": BlockScale.sqrt},
     {"learned_scale": True},
+    {"null_source": True},
     {"embedding_source": False},
     {"sources": Sources.states},
 ]
 TOGETHER = [
     {"key_norm": False, "heads": 2, "logit_scale": LogitScale.rsqrt, "input_queries": True, "learned_scale": True},
     {"heads": 3, "input_queries": True, "embedding_source": False, "block_scale": BlockScale.sqrt, "learned_scale": True},
+    {"null_source": True, "heads": 2, "learned_scale": True, "block_scale": BlockScale.mean},
     {"sources": Sources.states, "embedding_source": False, "learned_scale": True, "heads": 2, "key_norm": False},
 ]
 
 
 def make(name: str, blocks: int | None, options: dict, *, routing: Routing | None = None, **more) -> DepthRouter:
     chosen, variant = DepthConfig(**options), VARIANTS[name]
-    plan = DepthPlan(SUBLAYERS, blocks, chosen.embedding_source, chosen.sources is Sources.states)
+    plan = DepthPlan(SUBLAYERS, blocks, chosen.embedding_source, chosen.sources is Sources.states, chosen.null_source)
     variant = variant if routing is None else variant._replace(routing=routing)
     router = DepthRouter(plan, variant, DIM, RANK, options=chosen, **more).double()
     for parameter in router.parameters():
@@ -89,6 +91,8 @@ def naive_reads(name: str, routing: Routing, blocks: int | None, options: dict, 
                 alone = members == [0] and chosen.sources is Sources.outputs
                 key = emitted[0] if alone else sum(maybe(emitted[i]) for i in members)
             sources.append((value, key))
+        if chosen.null_source:
+            sources.insert(0, tuple(torch.zeros_like(part) for part in sources[-1]))
         query = parameters["queries"][site - 1]
         if chosen.input_queries:
             query = query + norm(sources[-1][0]) @ parameters["ablations.query_projections"][site - 1].T
