@@ -67,20 +67,19 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
         raise ConfigError(faults)
     keys = VARIANTS[config.model.residual].keys
     unused = {
-        "rank": keys is None or not keys.ranked,
-        "blocks": keys is None,
-        "routing": keys is None,
-        "gate": keys is None,
+        "rank": (keys is None or not keys.ranked, None),
+        "blocks": (keys is None, None),
+        "routing": (keys is None, None),
+        "gate": (keys is None, False),
     }
     gone: dict[str, Any] = {
-        name: False if name == "gate" else None
-        for name, useless in unused.items()
-        if useless and getattr(config.model, name) not in (None, False)
+        name: usual for name, (useless, usual) in unused.items() if useless and getattr(config.model, name) is not usual
     }
-    notes = [
-        f"model.{name} has no meaning for model.residual={config.model.residual}: recorded as {str(value or 'null').lower()}"
-        for name, value in gone.items()
-    ]
+    of_residual = f"has no meaning for model.residual={config.model.residual}: recorded as"
+    notes = [f"model.{name} {of_residual} {'null' if value is None else str(value).lower()}" for name, value in gone.items()]
+    if keys is None and config.optimizer.routing_lr is not None:
+        notes.append(f"optimizer.routing_lr {of_residual} null")
+        config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, routing_lr=None))
     gone["depth"], ignored = _used_ablations(config.model)
     notes += ignored
     if config.compile is Compile.model and placement()[1] > 1:
@@ -95,14 +94,19 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
 
 def _matched(config: TrainConfig, given: ModelConfig, notes: list[str]) -> tuple[TrainConfig, list[str]]:
     """With one number changed, after which everything is checked once more. `given` has what the other run may need."""
+    assert config.match_to is not None
+    other = dataclasses.replace(given, residual=config.match_to, routing=None)
+    faults = [fault for check in (_depth, _ablations) for fault in check(dataclasses.replace(config, model=other))]
+    if faults:
+        raise ConfigError([f"match_to={config.match_to}: {fault}" for fault in faults])
     try:
-        changed, note = matched(config, given)
+        found, note = matched(config, dataclasses.replace(given, depth=_used_ablations(other)[0]))
     except ValueError as fault:
         raise ConfigError([str(fault)]) from fault
-    faults = [fault for check in CHECKS for fault in check(changed)]
+    faults = [fault for check in CHECKS for fault in check(found)]
     if faults:
         raise ConfigError([f"{note}, and then:", *faults])
-    return changed, [*notes, note]
+    return found, [*notes, note]
 
 
 def _used_ablations(model: ModelConfig) -> tuple[DepthConfig, list[str]]:
@@ -164,6 +168,8 @@ def _match(config: TrainConfig) -> Iterator[str]:
             yield f"{key}={value}: must be null or one of {', '.join(table)}"
     if config.match is not None and config.match_to is None:
         yield f"match={config.match}: with what? write match_to=… ({', '.join(VARIANTS)}), or match=null"
+    if config.match == "parameters" and config.initial is not None:
+        yield f"match=parameters: would change model.mlp_width, which initial={config.initial} decides; write match=compute"
     if config.match is None and config.match_to is not None:
         yield f"match_to={config.match_to}: in what? write match=… ({', '.join(MATCHES)}), or match_to=null"
 

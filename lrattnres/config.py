@@ -141,7 +141,7 @@ class TokenizerConfig:
 class OptimizerConfig:
     muon_lr: float = option("peak learning rate of Muon: every matrix inside the blocks")
     adam_lr: float = option("peak learning rate of Adam: embedding, head and queries")
-    routing_lr: float | None = option("peak learning rate of Adam for queries and gates of the router; null: adam_lr", None)
+    routing_lr: float | None = option("peak learning rate of Adam for the router: queries, gates, ablations; null: adam_lr", None)
     warmup: int = option("steps of linear warm-up")
     warmdown: float = option("share of all steps spent on the linear warm-down, 0..1", 0.2)
     final: float = option("learning rate at the last step, as a share of the peak", 0.1)

@@ -135,7 +135,11 @@ def started_from(values: dict[str, Any], overrides: Iterable[str]) -> dict[str, 
         if re.match(r"[+~]*(model(\.[\w.]+)?|table1)(=|$)", word):
             faults.append(f"{word.lstrip('+')}: initial={initial} decides the model; scripts/convert.py makes another of it")
     name = values["tokenizer"]["name"]
-    if exported.tokenizer is None:  # it has one of its own
+    if exported.tokenizer is None and exported.separator is None:
+        faults.append(
+            f"initial={initial}: no token opens a text; set bos_token_id in config.json of the source, and convert again"
+        )
+    elif exported.tokenizer is None:  # it has one of its own
         values["tokenizer"] |= {"name": "pretrained", "path": str(initial), "separator": exported.separator}
         faults += [
             f"{word.lstrip('+')}: initial={initial} has a tokenizer of its own; leave it out"

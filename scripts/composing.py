@@ -12,7 +12,8 @@ from hydra.core.config_store import ConfigStore
 
 from lrattnres.checks import resolve
 from lrattnres.config import ConfigError, TrainConfig, defaults, parse
-from lrattnres.entry import REFUSED, loosened, plain_settings
+from lrattnres.entry import REFUSED, loosened, plain_settings, started_from
+from lrattnres.exchange.folder import FolderError
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
@@ -27,8 +28,12 @@ def composed(settings: Iterable[str], **instead: Any) -> TrainConfig:
     ConfigStore.instance().store(name="train_schema", node=defaults(TrainConfig))
     try:
         with initialize_config_dir(str(CONFIGS.resolve()), version_base="1.3"):
-            tree = compose("train", loosened(settings, CONFIGS))
-        return resolve(parse(TrainConfig, plain_settings(tree) | instead))[0]
+            words = loosened(settings, CONFIGS)
+            tree = compose("train", words)
+        return resolve(parse(TrainConfig, started_from(plain_settings(tree), words) | instead))[0]
+    except FolderError as refusal:
+        print(f"refused: {refusal}", file=sys.stderr)
+        sys.exit(REFUSED)
     except ConfigError as refusal:
         print(f"the configuration is not possible:\n{refusal}", file=sys.stderr)
         sys.exit(REFUSED)

@@ -17,7 +17,7 @@ from lrattnres.depth.cost import Cost, cost
 from lrattnres.depth.router import VARIANTS
 from lrattnres.entry import REFUSED
 
-HEADS = ("row", "residual", "N", "r", "added FLOPs", "reads", "key rows", "parameters", "added", "source cache")
+HEADS = ("row", "residual", "N", "r", "added FLOPs", "reads", "projections", "parameters", "added", "source cache")
 
 
 def priced(config: TrainConfig) -> tuple[Cost, int]:
@@ -36,13 +36,13 @@ def description(config: TrainConfig) -> str:
         "core": f"{price.core:,} multiply-adds a token",
         "besides": f"head {price.head:,}, attention {price.attention:,}",
         "reads": f"{price.routing:,}: scores {price.scores:,}, mixtures {price.mixtures:,}",
-        "key rows": f"{price.projection:,}",
+        "projections": f"{price.projection:,}",
         "added": f"{price.added_percent:.4f}% of the core",
         "training": f"{price.training_flops:,} FLOPs a token, all of it",
         "parameters": f"{price.model_parameters:,}, of them {price.parameters:,} of the routing",
         "cache": f"{cached:,} bytes of sources a token ({config.precision.name})",
     }
-    return "\n".join(f"{name:<12}{value}" for name, value in facts.items())
+    return "\n".join(f"{name:<13}{value}" for name, value in facts.items())
 
 
 def row(name: str, config: TrainConfig) -> tuple[str, ...]:

@@ -51,7 +51,7 @@ def seconds(config: TrainConfig, gpu: Gpu, gpus: int) -> float:
     size = DTYPES[config.precision].itemsize
     depth = 3 * again * price.routing * size * tokens / gpu.bandwidth  # every source read once a pass
     model = config.model
-    weights = price.core + price.projection + 2 * price.head
+    weights = price.model_parameters
     passes = -(-config.global_batch // (gpus * config.micro_batch))
     sent = weights * passes * (2 * size + 4) * (gpus - 1) / gpus if gpus > 1 else 0  # gathered twice, reduced in float32
     assert model.vocabulary is not None
@@ -86,6 +86,9 @@ def main() -> None:
         print(f"gpu={name} gpus={gpus}: write one of {', '.join(GPUS)}, and a number", file=sys.stderr)
         sys.exit(REFUSED)
     config = composed(settings, name="estimate", device="cpu")
+    if config.model.tied and int(gpus) > 1:
+        print(f"gpus={gpus}: model.tied=true trains on one process; write gpus=1", file=sys.stderr)
+        sys.exit(REFUSED)
     print("\n".join(lines(dataclasses.replace(config, device=Device.cuda), name, int(gpus))))
 
 

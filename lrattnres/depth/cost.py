@@ -14,12 +14,13 @@ from lrattnres.depth.plan import plan_of
 
 @dataclass(frozen=True)
 class Cost:
-    """core: L(4d² + 3dm), the plain transformer without embedding and head; scores: r·S; mixtures: d·S; projection: the
-    key rows, r[L(d + m) + d], and what the ablations add: M·r·d for queries that depend on the input, a factor on each of
-    the (M + 1)·d values written for scaled sources; attention: QKᵀ and αV over a causal window, L·d·T; head: d·vocabulary.
-    All in multiply-adds a token. beside: parameters of the embedding, if it is not the head, and of the gains of norms;
-    parameters: what routing adds; cache: values a token that are kept as sources, K·d, and
-    K·r more for keys of their own.
+    """In multiply-adds a token: core: L(4d² + 3dm), the plain transformer without embedding and head; scores: r·S;
+    mixtures: d·S; projection: the key rows, r[L(d + m) + d], and what is not published: M·r·d for queries that depend on
+    the input, a factor on each of the (M + 1)·d values written for scaled sources, and M·d for gates; attention: QKᵀ and αV
+    over a causal window, L·d·T; head: d·vocabulary.
+
+    beside: parameters of the embedding, if it is not the head, and of the gains of norms; parameters: what routing adds;
+    cache: values a token that are kept as sources, K·d, and K·r more for keys of their own.
     """
 
     core: int
@@ -64,13 +65,14 @@ def cost(config: ModelConfig, keys: KeyRule | None) -> Cost:
     written = plan.sublayers + plan.embedding
     queries = plan.sublayers * rank * dim if keys and depth.input_queries else 0
     scaled = dim * written if keys and (depth.learned_scale or depth.block_scale is not BlockScale.sum) else 0
+    gated = plan.sublayers * dim if keys and config.gate else 0
     scales = sum(map(bool, plan.sources(plan.sublayers))) if keys and depth.learned_scale else 0
     gains = dim * (2 * layers + 1) * config.gains + 2 * config.head_width * layers * (config.qk_norm is QKNorm.gains)
     return Cost(
         core=layers * (2 * dim * (heads + config.value_heads * config.head_width) + 3 * dim * width),
         scores=rank * plan.reads,
         mixtures=dim * plan.reads if keys else 0,
-        projection=rows + queries + scaled,
+        projection=rows + queries + scaled + gated,
         attention=layers * heads * config.context,
         head=dim * (config.vocabulary or 0),
         beside=(0 if config.tied else dim * (config.vocabulary or 0)) + gains,

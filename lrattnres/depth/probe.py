@@ -77,9 +77,9 @@ def _total(values: Tensor) -> Tensor:
 
 
 def source_name(members: range) -> str:
-    """A source of a plan by the outputs that it sums, counted from 1: `null`, `embedding`, `5`, `1-4`."""
+    """A source of a plan by the outputs that it sums, counted from 1: `null`, `embedding`, `5`, `1-4`; a state: `0-4`."""
     if not members:
         return "null"
-    if members.start == 0:
+    if members == range(1):
         return "embedding"
     return str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}"

@@ -14,11 +14,10 @@ import torch
 from lrattnres.config import ConfigError, EvalConfig, Precision, TokenizerConfig, TokenizerName
 from lrattnres.data.errors import DataError
 from lrattnres.data.tokenizers import Tokenizer, build_tokenizer
-from lrattnres.evaluation.run import device_faults, find_weights, load_weights
+from lrattnres.evaluation.run import device_faults, find_weights, load_weights, run_of
 from lrattnres.exchange.folder import CONFIG, Exported, FolderError
 from lrattnres.ranks import placement
 from lrattnres.runs.files import from_json, to_json, write_atomic
-from lrattnres.runs.folder import RunFolder
 
 BATCH = 16
 RESAMPLES = 1000  # for the standard errors of what is no mean
@@ -68,6 +67,8 @@ class Pretrained:
         self.name, self.prefix = str(file), exported.separator
         self.ends = frozenset(end if isinstance(end, list) else [end])
         self._fast = Fast.from_file(str(file))
+        self._fast.no_truncation()
+        self._fast.no_padding()
         self.opening: list[int] = self._fast.encode("").ids
 
     def encode(self, text: str) -> list[int]:
@@ -98,15 +99,17 @@ def evaluate_tasks(config: EvalConfig) -> Path:
         manager = TaskManager(include_path=config.tasks)
     check_names(config.downstream, manager.all_tasks)
     folder, source = find_weights(config, print)
-    if isinstance(source, Exported):
+    if isinstance(source, Exported) and not folder.config_path.exists():  # it was never trained here
         settings, precision = source.model, Precision.float32
         known = TokenizerConfig(TokenizerName[source.tokenizer]) if source.tokenizer else None
     else:
-        run = RunFolder.read_config(folder.path)
+        run = run_of(folder, source)
         settings, known, precision = run.model, run.tokenizer, run.precision
     model = load_weights(settings, source, config, config.precision or precision)
     tokenizer = Trained(build_tokenizer(known)) if known else Pretrained(source)  # type: ignore[arg-type]
-    print(f"{source.path}: {len(config.downstream)} tasks, tokenizer {tokenizer.name}, context {settings.context}")
+    backends = {"device": str(model.head.weight.device), "precision": (config.precision or precision).name}
+    backends |= {"attention": model.attention.name, "depth_kernels": model.router.kernels.name}
+    print(f"{source.path}: {', '.join(backends.values())}; {len(config.downstream)} tasks, tokenizer {tokenizer.name}")
     harness = HarnessModel(model, tokenizer, config.batch or BATCH)
     try:
         results = simple_evaluate(
@@ -119,6 +122,9 @@ def evaluate_tasks(config: EvalConfig) -> Path:
     file.parent.mkdir(exist_ok=True)
     assert results is not None
     kept = {name: results[name] for name in ("results", "versions", "n-shot", "n-samples") if name in results}
+    kept["measured"] = {task: backends | {"limit": config.limit} for task in results["results"]}
+    before = from_json(file.read_bytes()) if file.exists() else {}  # other tasks keep their results
+    kept = {name: before.get(name, {}) | values for name, values in kept.items()}
     write_atomic(file, to_json(json.loads(json.dumps(kept, default=str)), indent=2) + "\n")
     print("\n".join(_table(results["results"])))
     return file

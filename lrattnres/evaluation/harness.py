@@ -110,9 +110,9 @@ class HarnessModel(TemplateLM):
             alike.setdefault(_limits(request.args[1]), []).append(number)
         with tqdm(total=len(requests), desc="texts", disable=disable_tqdm or None) as bar:
             for (length, until), numbers in alike.items():
-                length = min(length, self.context - 1)
+                most = max(self.context - length, self.context // 2)  # a prompt keeps half of the context at least
                 for chunk in _chunks(numbers, self.batch):
-                    prompts = [self.tok_encode(requests[number].args[0])[length - self.context :] for number in chunk]
+                    prompts = [self.tok_encode(requests[number].args[0])[-most:] for number in chunk]
                     texts = self._continue([prompt or [self.words.prefix] for prompt in prompts], length, until)
                     for number, text in zip(chunk, texts, strict=True):
                         made[number] = text
@@ -123,7 +123,7 @@ class HarnessModel(TemplateLM):
     def _continue(self, prompts: list[list[int]], length: int, until: Sequence[str]) -> list[str]:
         """The one place that decodes: greedily, each prompt a document."""
         written, texts = [list[int]() for _ in prompts], [""] * len(prompts)
-        generation = Generation(self.decoder, prompts, Sampling(temperature=0), tokens=length)
+        generation = Generation(self.decoder, prompts, Sampling(temperature=0))
         while generation.rows:
             for number, token in generation.step().items():
                 if token in self.words.ends:
@@ -131,7 +131,7 @@ class HarnessModel(TemplateLM):
                     continue
                 written[number].append(token)
                 texts[number] = self.words.decode(written[number])
-                if any(stop in texts[number] for stop in until):
+                if len(written[number]) == length or any(stop in texts[number] for stop in until):
                     generation.drop([number])
         return [text[: min((text.index(stop) for stop in until if stop in text), default=len(text))] for text in texts]
 

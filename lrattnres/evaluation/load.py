@@ -9,7 +9,7 @@ import torch
 
 from lrattnres.config import EvalConfig, TrainConfig
 from lrattnres.data.tokenizers import Tokenizer, build_tokenizer
-from lrattnres.evaluation.run import find_weights, load_weights, settings_of
+from lrattnres.evaluation.run import find_weights, load_weights, run_of, settings_of
 from lrattnres.exchange.folder import Exported
 from lrattnres.model.transformer import Transformer
 from lrattnres.runs.checkpoint import Checkpoint
@@ -35,12 +35,12 @@ def load_run(config: EvalConfig, say: Callable[[str], None]) -> TrainedRun:
     if config.threads:
         torch.set_num_threads(config.threads)
     folder, checkpoint = find_weights(config, say)
-    settings = settings_of(config, RunFolder.read_config(folder.path))
+    settings = settings_of(config, run_of(folder, checkpoint))
     tokenizer = build_tokenizer(settings.tokenizer)
     if folder.identity().get("tokenizer") != tokenizer.fingerprint:
         raise RunError(
             f"{folder.path}: its tokenizer {tokenizer.name} is not the one of this machine, so the model would read other "
-            "tokens than it was trained on; install the versions that environment.json names"
+            "tokens than it was trained on; install the versions that environment.json of the run names"
         )
     return TrainedRun(
         folder, checkpoint, settings, tokenizer, load_weights(settings.model, checkpoint, config, settings.precision)

@@ -18,7 +18,8 @@ from lrattnres.model.transformer import Transformer
 def depth_reads(model: Transformer, tokens: Tensor, separator: int, *, documents: bool) -> dict[int, Tensor]:
     """Site t = 2..M+1 -> α, float32 [T, sources] on the CPU, of one window of tokens [T]; the sources as the plan has them.
 
-    Site t feeds sub-layer t, and site M+1 the head; site 1 has one source and no choice. Empty where nothing routes.
+    Site t feeds sub-layer t, and site M+1 the head; site 1 has one source and no choice. Of several heads it is their
+    mean. Empty where nothing routes.
     """
     window = tokens.unsqueeze(0).to(model.head.weight.device)
     numbers = segments(window, separator) if documents else None
@@ -27,7 +28,7 @@ def depth_reads(model: Transformer, tokens: Tensor, separator: int, *, documents
     def observe(site: int, depth: Depth) -> None:
         weights = model.router.weights(depth, site)
         if weights is not None:
-            found[site + 1] = weights[0].cpu()
+            found[site + 1] = (weights if model.router.heads == 1 else weights.mean(-2))[0].cpu()
 
     model(window, model.mask(numbers, *window.shape), observe)
     return found

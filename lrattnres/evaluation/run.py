@@ -61,9 +61,7 @@ def evaluate_run(config: EvalConfig) -> Evaluation:
     ranks = start_ranks(resolve_device(config.device).type, TIMEOUT)
     say = print if ranks.first else (lambda text: None)
     folder, checkpoint = find_weights(config, say)
-    settings = settings_of(config, RunFolder.read_config(folder.path))
-    if isinstance(checkpoint, Exported):  # what was converted is another model than the run's
-        settings = dataclasses.replace(settings, model=checkpoint.model)
+    settings = settings_of(config, run_of(folder, checkpoint))
     dataset = open_dataset(settings, folder.listing())
     _check_identity(folder, dataset)
     model = load_weights(settings.model, checkpoint, config, settings.precision)
@@ -98,6 +96,15 @@ def find_weights(config: EvalConfig, say: Callable[[str], None]) -> tuple[RunFol
     if config.step not in (None, exported.step):
         raise ConfigError([f"step={config.step}: run={path} was exported at step {exported.step}; leave step out"])
     return RunFolder(path), exported
+
+
+def run_of(folder: RunFolder, source: Checkpoint | Exported) -> TrainConfig:
+    """The settings of the run; of an exported folder its model, which may have been converted, and its own tokenizer."""
+    run = RunFolder.read_config(folder.path)
+    if not isinstance(source, Exported):
+        return run
+    own = {"path": str(source.path)} if source.tokenizer is None else {}
+    return dataclasses.replace(run, model=source.model, tokenizer=dataclasses.replace(run.tokenizer, **own))
 
 
 def settings_of(config: EvalConfig, run: TrainConfig) -> TrainConfig:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lrattnres.config import ConfigError, ModelConfig
+from lrattnres.config import ConfigError, DepthConfig, ModelConfig
 from lrattnres.depth.router import VARIANTS
 from lrattnres.exchange.config import ConvertConfig
 from lrattnres.exchange.folder import CONFIG, TOKENIZER, FolderError, new_folder, read_exported, write_model
@@ -72,7 +72,14 @@ def _given(source: Path) -> Given:
     read = Weights(source)
     if "lrattnres" in tree:
         exported = read_exported(source)
-        own = {name: partial(read, name) for name in read.files if not name.startswith("router.")}
+        names = {name.removeprefix("model."): name for name in read.files}
+        learned = names.get("router.gates") or names.get("router.queries")
+        if learned and read(learned).any():
+            raise FolderError(
+                f"from={source}: its reads were trained, and a new residual path begins without them, as another model; "
+                "write a folder with model.residual=baseline, or one not trained since it was converted"
+            )
+        own = {name: partial(read, there) for name, there in names.items() if not name.startswith("router.")}
         words = {"tokenizer": exported.tokenizer, "separator": exported.separator, "end": tree["eos_token_id"]}
         return Given(exported.model, own, words, lambda: None)
     model = model_of(tree, file)
@@ -111,7 +118,7 @@ def _target(config: ConvertConfig, given: ModelConfig) -> ModelConfig:
     if faults:
         raise ConfigError(faults)
     chosen = {name: getattr(variant, name) for name in ("residual", "rank", "blocks", "routing", "gate")}
-    return dataclasses.replace(given, **chosen, context=config.context or given.context)
+    return dataclasses.replace(given, **chosen, depth=DepthConfig(), context=config.context or given.context)
 
 
 @torch.no_grad()

@@ -50,7 +50,7 @@ def export_run(config: ExportConfig) -> Path:
             card,
             tokenizer=None if own else settings.tokenizer.name.name,
             separator=tokenizer.separator,
-            end=from_json((own / CONFIG).read_bytes())["eos_token_id"] if own else tokenizer.separator,
+            end=_end(own, tokenizer.separator),
             step=checkpoint.step,
         )
         files = [folder.config_path, folder.identity_path, folder.corpus_path]
@@ -58,6 +58,12 @@ def export_run(config: ExportConfig) -> Path:
             if file.exists():
                 shutil.copyfile(file, path / file.name)
     return Path(config.out)
+
+
+def _end(own: Path | None, separator: int) -> int | list[int]:
+    """What ends a text: as the model says that the tokenizer came from, else the separator."""
+    said = from_json((own / CONFIG).read_bytes()) if own and (own / CONFIG).exists() else {}
+    return separator if said.get("eos_token_id") is None else said["eos_token_id"]
 
 
 def model_card(settings: TrainConfig, model: Transformer, step: int, measured: dict[str, Any]) -> str:

@@ -14,7 +14,6 @@ The folder appears as a whole: it is written under a hidden name beside it first
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -32,8 +31,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from lrattnres.config import ConfigError, ModelConfig, parse, plain
 from lrattnres.kernels.backends import choose_kernels
 from lrattnres.model.attention import choose_attention
-from lrattnres.model.transformer import Transformer, build_model
+from lrattnres.model.transformer import Transformer, beyond_kernels, build_model
 from lrattnres.runs.files import from_json, to_json
+from lrattnres.runs.metrics import MetricsFile
 
 FORMAT = 1
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
@@ -132,7 +132,7 @@ def load_model(
         device=device,
         attention=choose_attention(attention, device, dtype, training=False),
         dtype=dtype,
-        kernels=choose_kernels(kernels, device, dtype, compiled=False),
+        kernels=choose_kernels(kernels, device, dtype, compiled=False, beyond=beyond_kernels(exported.model)),
     )
     exported.load({"model": dict(model.state_dict())})
     return model
@@ -208,6 +208,6 @@ def figures(folder: Path, step: int) -> dict[str, Any]:
     measured = folder / "evaluation" / f"step_{step:06d}.json"
     if measured.exists():
         return dict(from_json(measured.read_bytes()))
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines() if (folder / "metrics.jsonl").exists() else []
-    records = (json.loads(line) for line in lines)
+    metrics = folder / "metrics.jsonl"
+    records = MetricsFile.read(metrics) if metrics.exists() else []
     return next((record for record in records if record["step"] == step), {})

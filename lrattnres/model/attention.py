@@ -29,6 +29,7 @@ class AttentionBackend(NamedTuple):
     prepare: Callable[[Tensor | None, int, int, torch.device], Mask]
     attend: Callable[[Tensor, Tensor, Tensor, Mask], Tensor]
     obstacle: Callable[[torch.device, torch.dtype, bool], str | None]
+    shares: bool = False  # whether it takes fewer heads of keys and values than of queries
 
 
 def _dense_mask(documents: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor | None:

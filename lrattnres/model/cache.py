@@ -95,4 +95,6 @@ def _no_mask(documents: Tensor | None, batch: int, length: int, device: torch.de
     raise ValueError("a model that decodes has no mask for whole windows; its masks come from Cache.place")
 
 
-CACHED = AttentionBackend("cached", _no_mask, _attend, lambda device, dtype, training: "it decodes" if training else None)
+CACHED = AttentionBackend(
+    "cached", _no_mask, _attend, lambda device, dtype, training: "it decodes" if training else None, shares=True
+)

@@ -116,7 +116,7 @@ class Attention(nn.Module):
             query, key = (rms_norm(part, self.config.norm_eps) for part in (query, key))
         query, key = self.query_gain(query), self.key_gain(key)
         query, key = (rotate(part, *context.rotation) for part in (query, key))
-        if self.heads[0] != self.heads[1]:  # not every backend shares keys by itself
+        if self.heads[0] != self.heads[1] and not self.backend.shares:
             shared = self.heads[0] // self.heads[1]
             key, value = (part.repeat_interleave(shared, dim=-2) for part in (key, value))
         return self.output(self.backend.attend(query, key, value, context.mask).flatten(-2))

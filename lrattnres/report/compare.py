@@ -14,9 +14,11 @@ from lrattnres.depth.router import VARIANTS
 from lrattnres.report.paper import PaperRow, row_of
 from lrattnres.report.read import DEFAULTS, SCHEMA, Run
 
-SHAPE = ("layers", "dim", "heads", "mlp_width", "context", "vocabulary", "rope_base", "init_std")
-SIZE = tuple(f"model.{name}" for name in SHAPE)
 PATH = tuple(f"model.{name}" for name in ("residual", "rank", "blocks", "routing"))
+# All of the model but its residual path.
+SIZE = tuple(
+    key for key in SCHEMA if key.startswith("model.") and key not in (*PATH, "model.gate") and not key.startswith("model.depth.")
+)
 MATCHED = ("steps", "optimizer.warmup", "model.layers", "model.dim", "model.heads", "model.mlp_width")  # what a match may alter
 
 

@@ -73,7 +73,7 @@ def speed(group: Group) -> Table:
         )
     notes = (
         "Rates are medians over the logged steps of all seeds. They compare only runs that had the same machine to themselves.",
-        "Memory of a rank is counted from the settings (docs/scaling.md), not measured: runs do not record their peak.",
+        "Memory of a rank is counted from the settings (docs/scaling.md), not measured; `instruments.ranks` records peaks.",
     )
     columns = ("run", "tokens a second", "ratio to the baseline", "MFU", "memory a rank, GB", "machine")
     return Table(f"{group.name}_speed", "Throughput and memory", columns, rows, notes)

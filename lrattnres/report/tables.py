@@ -66,9 +66,12 @@ def other_runs(group: Group) -> Table | None:
 
 
 def table2(group: Group) -> Table:
-    """Gradient norm before clipping, averaged over the logged steps of training, then over seeds."""
+    """Gradient norm before clipping, averaged over the steps of training, then over seeds."""
     rows: list[tuple[str, ...]] = []
-    notes = ["The norm is that of the whole gradient before it is clipped, and the average goes over the steps that were logged."]
+    notes = [
+        "The norm is that of the whole gradient before it is clipped. The average goes over all finite steps, or over those "
+        "that were logged where the summary has no mean."
+    ]
     taken: list[Entry] = []
     for norm in TABLE2:
         entry = next((entry for entry in group.entries if entry.row and _same(norm, entry.row)), None)
@@ -77,7 +80,7 @@ def table2(group: Group) -> Table:
         rows.append((name, norm.average_gradient_norm, *(_norms(entry, notes) if entry else (*[MISSING] * 4, "missing"))))
     rest = [entry for entry in group.entries if entry not in taken]
     rows += [(entry.label, MISSING, *_norms(entry, notes)) for entry in rest]
-    columns = ("run", "paper", "our run", "ours", "spread", "logged steps", "seeds")
+    columns = ("run", "paper", "our run", "ours", "spread", "steps", "seeds")
     return Table(f"{group.name}_table2", "Table 2: average gradient norm over training", columns, rows, tuple(notes))
 
 
@@ -187,6 +190,11 @@ def _same(norm: PaperNorm, row: PaperRow) -> bool:
 def _norms(entry: Entry, notes: list[str]) -> tuple[str, ...]:
     means, counts = [], []
     for run in entry.runs:
+        exact = run.summary.get("mean_grad_norm")
+        if isinstance(exact, float) and run.summary.get("step") == run.settings["steps"]:
+            means.append(exact)
+            counts.append(run.settings["steps"] - int(run.summary.get("bad_steps") or 0))
+            continue
         values = [value for _, value in run.series("grad_norm")]
         usable = finite(values)
         if len(usable) < len(values):

@@ -17,7 +17,7 @@ def find_checkpoint(run: str, step: int | None, say: Callable[[str], None]) -> t
     missing one, ConfigError where `step` and `run` name different ones.
     """
     path = Path(run)
-    if path.parent.name == "checkpoints" and path.name.startswith("step_"):
+    if path.parent.name == "checkpoints" and path.name.removeprefix("step_").isdigit():
         named = int(path.name.removeprefix("step_"))
         if step not in (None, named):
             raise ConfigError([f"step={step}: run={path} is the checkpoint of step {named}; leave step out"])

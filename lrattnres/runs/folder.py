@@ -132,7 +132,10 @@ class RunFolder:
         try:
             text = file.read_text(encoding="utf-8")
         except FileNotFoundError:
-            raise RunError(f"{file}: not there, so {path} is no run folder") from None
+            raise RunError(
+                f"{file}: not there, so {path} is no run folder; write one that training or scripts/export.py left, or, for a "
+                f"converted model, downstream=[…] here, or train.py initial={path}"
+            ) from None
         except (OSError, UnicodeDecodeError) as fault:
             raise RunError(f"{file}: unreadable: {fault}") from fault
         if not text.endswith("\n" + END):

@@ -27,7 +27,7 @@ from lrattnres.config import AC, Compile, ConfigError, ParallelMode, TrainConfig
 from lrattnres.evaluation.loss import token_losses
 from lrattnres.kernels.backends import KERNELS, DepthKernels, choose_kernels
 from lrattnres.model.attention import BACKENDS, AttentionBackend
-from lrattnres.model.transformer import Transformer, build_model
+from lrattnres.model.transformer import Transformer, beyond_kernels, build_model
 from lrattnres.optim.groups import assign
 from lrattnres.training.parallel import Parallel, mesh_shape, parallelize
 
@@ -119,7 +119,8 @@ def _on_meta(config: TrainConfig) -> Transformer:
 def _kernels(config: TrainConfig) -> DepthKernels:
     """Those of the run, but in place of compiled code, of which nobody knows what it keeps, what it is compiled from."""
     compiled = config.compile is not Compile.off
-    chosen = choose_kernels(config.kernels.name, resolve_device(config.device), DTYPES[config.precision], compiled=compiled)
+    device, beyond = resolve_device(config.device), beyond_kernels(config.model)
+    chosen = choose_kernels(config.kernels.name, device, DTYPES[config.precision], compiled=compiled, beyond=beyond)
     return KERNELS["reference"] if chosen.name == "compiled" else chosen
 
 
@@ -196,7 +197,7 @@ def _smaller(config: TrainConfig, world: int) -> Iterator[tuple[str, TrainConfig
             words = f"micro_batch={size}" + (f" ac={ac.name}" if ac is not config.ac else "")
             yield words, dataclasses.replace(config, micro_batch=size, ac=ac), world
     for ranks in (2 * world, 4 * world, 8 * world):
-        if config.global_batch % ranks == 0 and config.parallel.shard_degree is None:
+        if config.global_batch % ranks == 0 and config.parallel.shard_degree is None and not config.model.tied:
             yield f"{ranks} ranks instead of {world}", config, ranks
 
 

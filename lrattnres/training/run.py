@@ -260,6 +260,10 @@ def _rewind(trainer: Trainer, start: Checkpoint | None, folder: RunFolder) -> No
             trainer.say("no checkpoint was saved: starting again from the beginning")
         MetricsFile(folder.metrics_path).rewind(step - (trainer.unevaluated is not None))  # that step's record is to come
         trainer.checkpoints.rewind(step)
+        for file in (folder.path / "evaluation").glob("step_*.json"):  # of weights that are no more
+            number = file.name.removeprefix("step_").partition(".")[0]
+            if number.isdigit() and int(number) > step:
+                file.unlink()
         folder.summary_path.unlink(missing_ok=True)
 
     trainer.ranks.of_first(forget)
@@ -291,7 +295,8 @@ def _opening(
     router = config.model
     blocks = f"{router.blocks} blocks" if router.blocks else "every sub-layer a source"
     depth = f"{router.residual}, {blocks}, rank {model.router.rank}" if model.router.variant.keys else router.residual
-    depth = ", ".join([depth, *changed(router.depth).values()])
+    routing = [f"routing={router.routing.name}"] if router.routing else []
+    depth = ", ".join([depth, *routing, *["gated"] * router.gate, *changed(router.depth).values()])
     parameters = sum(parameter.numel() for parameter in model.parameters())
     facts = {
         "run": folder.path,
@@ -299,9 +304,7 @@ def _opening(
         "model": f"{router.layers} blocks of width {router.dim}, {parameters:,} parameters",
         "data": dataset.description,
         "batch": f"{config.global_batch} x {router.context} tokens a step, {config.steps:,} steps",
-        "machine": ", ".join(
-            f"{name} {value}" for name, value in choices.items() if name != "notes" and not name.startswith("peak")
-        ),
+        "machine": ", ".join(f"{name} {value}" for name, value in choices.items() if name not in APART),
         "kernels": f"{model.router.kernels.name}, {model.router.kernels.reason}",
         "peak": f"{choices['peak_flops'] / 1e12:.3g} TFLOP/s ({choices['peak_from']})",
     }

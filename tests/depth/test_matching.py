@@ -10,7 +10,7 @@ from lrattnres.config import ConfigError, TrainConfig
 from lrattnres.model.transformer import Transformer
 from tests.test_config import composed
 
-PROXY = ("experiment=proxy", "name=x", "device=cpu")
+PROXY = ("experiment=proxy", "name=x", "device=cpu", "steps=300")
 
 
 def parameters(config: TrainConfig, **changes) -> int:
@@ -73,6 +73,13 @@ def test_the_other_run_has_the_rank_that_this_one_has_no_use_for() -> None:
     assert config.model.rank is None and "match_to=p_lr (4 blocks, rank 32)" in notes[-1] and config.model.mlp_width > 352
 
 
+def test_the_other_run_counts_what_it_would_use() -> None:
+    """With a block a sub-layer, its value has no scale: neither run pays for one."""
+    path = ("model.residual=s_lr", "model.blocks=null", "match=compute", "match_to=s_lr")
+    config, notes = resolve(composed(*PROXY, *path, "model.depth.block_scale=mean"))
+    assert config.steps == 300 and notes[-1].endswith("exact")
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -90,6 +97,7 @@ def test_the_other_run_has_the_rank_that_this_one_has_no_use_for() -> None:
             ["match=compute", "one step", "write more steps"],
         ),
         (["match=parameters", "match_to=p_lr", "+table1=02_full_attn_res"], ["match_to=p_lr", "model.rank=null"]),
+        (["match=compute", "match_to=s_lr", "model.residual=baseline", "model.rank=5000"], ["match_to=s_lr", "rank=5000"]),
     ],
 )  # fmt: skip
 def test_what_cannot_match_is_refused(settings: list[str], words: list[str]) -> None:

@@ -3,11 +3,13 @@
 import pytest
 import torch
 
-from lrattnres.depth.probe import DepthProbe
+from lrattnres.depth.plan import DepthPlan
+from lrattnres.depth.probe import DepthProbe, source_name
 from lrattnres.depth.router import VARIANTS
 from lrattnres.evaluation.diagnostics import diagnose
 from lrattnres.model.attention import BACKENDS
 from lrattnres.model.transformer import build_model
+from lrattnres.report.plots import weight_grid
 
 
 @pytest.mark.parametrize("residual", [name for name, variant in VARIANTS.items() if variant.keys])
@@ -53,6 +55,14 @@ def test_the_plain_stream_has_norms_and_no_weights(tiny_model_config) -> None:
     found = diagnose(model, [torch.randint(1, 31, (2, 13))], 0, documents=False)
     assert found["mean_weight"] == found["effective_sources"] == [None] * 7
     assert all(norm > 0 for norm in found["hidden_norm"])
+
+
+def test_sources_have_names_of_their_own() -> None:
+    plans = (DepthPlan(4, 2), DepthPlan(4, 2, states=True), DepthPlan(4, 2, embedding=False, null=True))
+    names = [[source_name(source) for source in plan.sources(3)] for plan in plans]
+    assert names == [["embedding", "1-2", "3"], ["embedding", "0-2", "0-3"], ["null", "1-2", "3"]]
+    weights, used = weight_grid({"sources": [["embedding"], ["null", "0-1"]], "mean_weight": [None, [0.25, 0.75]]})
+    assert used.tolist() == [1, 2] and weights[1, used].tolist() == [0.75, 0.25]
 
 
 def test_the_probe_of_uniform_weights_counts_all_sources(tiny_model_config) -> None:

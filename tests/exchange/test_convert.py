@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 import lrattnres
@@ -128,6 +129,15 @@ def test_what_cannot_be_converted_is_named_and_leaves_nothing(models, tmp_path: 
         converted(source, tmp_path / "out", "model.residual=delta")
     assert words in str(refusal.value)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_trained_reads_are_not_thrown_away(models, tmp_path: Path) -> None:
+    routed = converted(models["llama"][0], tmp_path / "first", "model.residual=delta")
+    routed.router.queries.data[2, 3] = 0.1
+    weights = {name: tensor.contiguous() for name, tensor in routed.state_dict().items()}
+    safetensors.torch.save_file(weights, tmp_path / "first" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(FolderError, match="its reads were trained"):
+        converted(tmp_path / "first", tmp_path / "second", "model.residual=attn_res")
 
 
 def test_older_files_name_the_rotary_embedding_otherwise(models, tmp_path: Path) -> None:

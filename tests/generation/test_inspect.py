@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from lrattnres.config import ConfigError, EvalConfig
+from lrattnres.config import ConfigError, DepthConfig, EvalConfig
 from lrattnres.data.packing import segments
 from lrattnres.entry import settings
 from lrattnres.evaluation.load import load_run
@@ -51,6 +51,16 @@ def test_alpha_against_queries_and_keys(tiny_model_config) -> None:
             ]
             expected = [score / sum(scores) for score in scores]
             assert found[site][token].tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_several_heads_are_read_as_their_mean(tiny_model_config) -> None:
+    model = make(tiny_model_config(depth=DepthConfig(heads=2), context=24))
+    tokens, seen = drawn(1, 24), []
+    found = depth_reads(model, tokens[0], SEPARATOR, documents=True)
+    mask = model.mask(segments(tokens, SEPARATOR), *tokens.shape)
+    model(tokens, mask, lambda site, depth: seen.append(model.router.weights(depth, site)))
+    assert seen[3].shape == (1, 24, 2, 3) and found[4].shape == (24, 3)
+    torch.testing.assert_close(found[4], (seen[3][0, :, 0] + seen[3][0, :, 1]) / 2)
 
 
 def look(trained, *words: str, standard_input: str = ""):

@@ -112,7 +112,7 @@ def test_table_2_averages_what_was_logged(tmp_path: Path) -> None:
     run_folder(tmp_path / "c", 2.0, **routed("s_lr", 4, 4 - 1))
     (group,), _, _ = groups_of(tmp_path)
     table = table2(group)
-    assert cells(table, "Baseline") | {"paper": "0.9775", "ours": "2.0000", "logged steps": "3"} == cells(table, "Baseline")
+    assert cells(table, "Baseline") | {"paper": "0.9775", "ours": "2.0000", "steps": "3"} == cells(table, "Baseline")
     assert cells(table, "Full AttnRes")["ours"] == "1.0000"
     assert cells(table, "Full P-LR-AttnRes, r=16")["seeds"] == "missing"
     assert cells(table, "s_lr N=3 r=4")["paper"] == "—"
@@ -125,6 +125,7 @@ def test_runs_that_cannot_be_compared_are_in_groups_that_say_why(tmp_path: Path)
         "sliced": routed("s_lr", 4),
         "longer": {"steps": 8},
         "wider": {"model__dim": 32},
+        "shared": {"model__kv_heads": 1},
         "words": {"tokenizer__name": "gpt2"},
         "held": {"evaluation__tokens": 128},
     }.items():
@@ -138,13 +139,14 @@ def test_runs_that_cannot_be_compared_are_in_groups_that_say_why(tmp_path: Path)
     names = {frozenset(run.name for run in group.runs): " ".join(group.notes) for group in groups}
     assert names.pop(frozenset({"same", "sliced", "moved"})) == "" and faults == []
     reasons = {"longer": "steps is 8 here and 4 there", "wider": "model.dim is 32 here and 64 there"}
+    reasons |= {"shared": "model.kv_heads is 1 here"}
     reasons |= {"words": "tokenizer.name is gpt2 here", "held": "evaluation.tokens is 128 here and 64 there"}
     reasons |= {"texts": "fingerprint of the corpus is other here and abc there"}
     assert len(names) == len(reasons) and all(reason in names[frozenset({name})] for name, reason in reasons.items())
     assert [run.name for run in unfinished] == ["stopped"]
     (runs, left) = run_list(groups, unfinished)
     assert cells(left, "stopped")["last step known"] == "2 of 4" and cells(left, "stopped")["last held-out loss"] == "1.0000"
-    assert len(runs.rows) == 8
+    assert len(runs.rows) == 9
 
 
 def test_a_matched_run_says_by_what_and_is_compared(tmp_path: Path) -> None:

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from lrattnres.checks import resolve
-from lrattnres.config import AC, Compile, ConfigError
+from lrattnres.config import AC, Compile, ConfigError, Device
 from lrattnres.depth.router import VARIANTS
 from lrattnres.evaluation.loss import window_losses
 from lrattnres.kernels.backends import KERNELS
 from lrattnres.model.attention import BACKENDS
 from lrattnres.model.transformer import build_model
 from lrattnres.optim.optimizer import MuonAdam
+from lrattnres.training import memory
 from lrattnres.training.memory import Alive, check_memory, estimate_memory
 from lrattnres.training.parallel import Parallel, parallelize
 from tests.test_cli import run
@@ -108,3 +109,9 @@ def test_train_refuses_before_there_is_a_folder(tiny_run, tmp_path) -> None:
     huge = ["model.dim=16384", "model.heads=64", "model.mlp_width=65536", "model.layers=24", "micro_batch=1"]
     output = run("train.py", *tiny_run(*huge), code=2)
     assert "a rank needs" in output and "smaller model" in output and not (tmp_path / "runs").exists()
+
+
+def test_ablations_are_estimated_with_the_kernels_that_take_them() -> None:
+    pytest.importorskip("triton", reason="without it auto is reference anyway")
+    on_gpu = [dataclasses.replace(settings(*words), device=Device.cuda) for words in ([], ["model.depth.heads=2"])]
+    assert [memory._kernels(config).name for config in on_gpu] == ["triton", "reference"]
