@@ -140,6 +140,8 @@ def test_every_shipped_choice_is_possible(group: str, tmp_path) -> None:
         extra = [f"data.root={tmp_path}"] if file.stem in ("files", "tokens") else []
         if group == "tokenizer" or group == "data":
             extra.append("model.vocabulary=null")
+        if file.stem == "pretrained":
+            extra += [f"tokenizer.path={tmp_path}", "tokenizer.separator=0", "model.vocabulary=99"]
         resolve(composed("name=x", "device=cpu", f"{group}={file.stem}", *extra, "optimizer.warmup=2", "compile=off",
                          "optimizer.momentum_rise=0", "optimizer.momentum_fall=0"))  # fmt: skip
 
