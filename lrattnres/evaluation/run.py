@@ -103,8 +103,8 @@ def run_of(folder: RunFolder, source: Checkpoint | Exported) -> TrainConfig:
     run = RunFolder.read_config(folder.path)
     if not isinstance(source, Exported):
         return run
-    own = {"path": str(source.path)} if source.tokenizer is None else {}
-    return dataclasses.replace(run, model=source.model, tokenizer=dataclasses.replace(run.tokenizer, **own))
+    path = str(source.path) if source.tokenizer is None else run.tokenizer.path
+    return dataclasses.replace(run, model=source.model, tokenizer=dataclasses.replace(run.tokenizer, path=path))
 
 
 def settings_of(config: EvalConfig, run: TrainConfig) -> TrainConfig:
