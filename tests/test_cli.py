@@ -240,6 +240,7 @@ def test_the_run_folder_can_be_read_without_the_package(tiny_run, tmp_path: Path
     assert entry["attention"] == "sdpa" and entry["compile"] == "off" and entry["versions"]["torch"]
 
 
+@pytest.mark.slow  # test_cost.py has the same figures
 def test_the_costs_of_the_grid_are_printed() -> None:
     table = [line.split() for line in run("scripts/cost.py", "grid=table1").splitlines()[1:]]
     paper = list(csv.DictReader((ROOT / "tests" / "depth" / "table1.csv").open()))

@@ -99,6 +99,7 @@ def test_data_that_become_unreadable_stop_the_run_and_are_saved(folder, tmp_path
     assert hashes(place)[:step] == hashes(tmp_path / "runs" / "straight")[:step]
 
 
+@pytest.mark.slow
 def test_a_changed_corpus_is_refused_with_what_differs(folder, tmp_path):
     for path in (folder / "en").iterdir():
         (tmp_path / "en").mkdir(exist_ok=True)
