@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -89,6 +90,8 @@ def limits(values: dict[str, Any], bounds: Bounds) -> Iterator[str]:
     """A fault for each of `values` (dotted key -> value) that lies outside its bounds."""
     for key, (low, high) in bounds.items():
         value = values.get(key)
-        if value is not None and not ((low is None or value >= low) and (high is None or value <= high)):
+        if isinstance(value, float) and math.isinf(value):
+            yield f"{key}={value}: must be a finite number"
+        elif value is not None and not ((low is None or value >= low) and (high is None or value <= high)):
             span = f"between {low} and {high}" if high is not None and low is not None else f"at least {low}"
             yield f"{key}={value}: must be {span}"

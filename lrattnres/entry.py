@@ -77,8 +77,15 @@ def loosened(arguments: Iterable[str], configs: Path) -> list[str]:
     groups = {folder.name for folder in configs.iterdir() if folder.is_dir()}
     setting = re.compile(r"(?!hydra\.)([A-Za-z_][\w.]*)=")
     return [
-        "++" + argument if (match := setting.match(argument)) and match[1] not in groups else argument for argument in arguments
+        "++" + _quoted(argument) if (match := setting.match(argument)) and match[1] not in groups else argument
+        for argument in arguments
     ]
+
+
+def _quoted(argument: str) -> str:
+    """A value with = in it, as the names of runs are, in the quotes that Hydra wants."""
+    key, _, value = argument.partition("=")
+    return f"{key}='{value}'" if "=" in value and not set(value) & set("'\",[]{}()") else argument
 
 
 def settings(schema: type[T], arguments: Iterable[str]) -> T:

@@ -25,6 +25,11 @@ def composed(settings: Iterable[str], **instead: Any) -> TrainConfig:
 
     Says what is wrong and exits with 2 where there is none.
     """
+    settings = list(settings)
+    strange = [word for word in settings if "=" not in word]
+    if strange:
+        print(f"{', '.join(strange)}: must be key=value", file=sys.stderr)
+        sys.exit(REFUSED)
     ConfigStore.instance().store(name="train_schema", node=defaults(TrainConfig))
     try:
         with initialize_config_dir(str(CONFIGS.resolve()), version_base="1.3"):

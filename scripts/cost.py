@@ -60,6 +60,12 @@ def main() -> None:
     if grid not in ([], ["table1"]):
         print(f"grid={','.join(grid)}: write grid=table1, or leave it out", file=sys.stderr)
         sys.exit(REFUSED)
+    fixed = [
+        word for word in settings if grid and word.lstrip("+").startswith(("model.residual=", "model.rank=", "model.blocks="))
+    ]
+    if fixed:
+        print(f"{', '.join(fixed)}: the rows of the grid decide that; leave it out", file=sys.stderr)
+        sys.exit(REFUSED)
     if not grid:
         print(description(composed(settings, name="cost", device="cpu")))
         return

@@ -185,6 +185,9 @@ def test_names_of_variants_differ() -> None:
 
 
 def test_only_settings_are_loosened() -> None:
+    assert loosened(["run=runs/demo-steps=6-seed=1", "run='runs/a=b'"], CONFIGS) == [
+        "++run='runs/demo-steps=6-seed=1'", "++run='runs/a=b'",
+    ]  # fmt: skip
     given = ["model=demo", "model.rank=3", "+table1=glob(*)", "seed=1,2", "-m", "hydra.sweep.dir=x", "~model.rank"]
     assert loosened(given, CONFIGS) == [
         "model=demo", "++model.rank=3", "+table1=glob(*)", "++seed=1,2", "-m", "hydra.sweep.dir=x", "~model.rank",

@@ -58,6 +58,8 @@ def evaluate_run(config: EvalConfig) -> Evaluation:
     """
     if config.threads:
         torch.set_num_threads(config.threads)
+    if faults := device_faults(config):
+        raise ConfigError(faults)
     ranks = start_ranks(resolve_device(config.device).type, TIMEOUT)
     say = print if ranks.first else (lambda text: None)
     folder, checkpoint = find_weights(config, say)

@@ -68,7 +68,9 @@ def _given(source: Path) -> Given:
     try:
         tree: dict[str, Any] = from_json(file.read_bytes())
     except (OSError, ValueError) as fault:
-        raise FolderError(f"from={source}: {CONFIG} cannot be read: {fault}; write the folder of a model") from fault
+        raise FolderError(
+            f"from={source}: {CONFIG} cannot be read: {fault}; write the folder of a model (scripts/export.py makes one of a run)"
+        ) from fault
     read = Weights(source)
     if "lrattnres" in tree:
         exported = read_exported(source)

@@ -2,6 +2,7 @@
 
     DIR/
         model.safetensors          every parameter under its name in `Transformer`
+        model.safetensors.sha256   its checksum
         config.json                sizes and residual path (the key "lrattnres"), and what transformers wants to read
         generation_config.json  modeling_lrattnres.py      the same model behind transformers' interface
         README.md                  the model card
@@ -38,6 +39,7 @@ from lrattnres.runs.metrics import MetricsFile
 FORMAT = 1
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "tokenizer.model")
+CHECKSUM = "model.safetensors.sha256"  # as sha256sum writes and checks it
 MODELING = Path(__file__).with_name("modeling_lrattnres.py")
 
 
@@ -59,13 +61,13 @@ class Exported:
 
     def fingerprint(self) -> str:
         """Of the weights."""
-        with (self.path / WEIGHTS).open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return _sha256(self.path / WEIGHTS)
 
     def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Copies the weights into the tensors of `state["model"]`.
 
-        Raises FolderError that lists every name and shape that differs; then no tensor is touched.
+        Raises FolderError that lists every name and shape that differs, or for bytes that are not those that were
+        written; then no tensor is touched.
         """
         file, wanted = self.path / WEIGHTS, state["model"]
         try:
@@ -80,6 +82,9 @@ class Exported:
                 faults.append(f"{name}: {tuple(saved[name].shape)} in the file, {tuple(wanted[name].shape)} wanted")
         if faults:
             raise FolderError(f"{file} does not fit {CONFIG}:\n" + "\n".join(f"  - {fault}" for fault in sorted(faults)))
+        written = self.path / CHECKSUM  # not there if transformers saved the folder
+        if written.exists() and self.fingerprint() not in written.read_text(encoding="utf-8"):
+            raise FolderError(f"{file}: damaged: its SHA-256 is not the one in {CHECKSUM}; copy or export the folder again")
         with torch.no_grad():
             for name, tensor in wanted.items():
                 if isinstance(tensor, DTensor):  # every rank reads the file, and keeps its part
@@ -87,6 +92,11 @@ class Exported:
                     tensor.copy_(distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None))
                 else:
                     tensor.copy_(saved[name])
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def is_exported(path: Path) -> bool:
@@ -199,6 +209,7 @@ def write_model(
     # transformers would else make a cache, which the model does not take.
     generation = {"bos_token_id": separator, "eos_token_id": end, "use_cache": False}
     (path / "generation_config.json").write_text(to_json(generation, indent=2) + "\n", encoding="utf-8")
+    (path / CHECKSUM).write_text(f"{_sha256(path / WEIGHTS)}  {WEIGHTS}\n", encoding="utf-8")
     (path / CARD).write_text(card, encoding="utf-8")
     shutil.copyfile(MODELING, path / MODELING.name)
 

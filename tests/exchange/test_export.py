@@ -81,6 +81,12 @@ def test_a_damaged_folder_is_refused(exported: Path, tmp_path: Path) -> None:
     (copy / "config.json").write_text(json.dumps(tree))
     with pytest.raises(FolderError, match="did you mean layers"):
         lrattnres.load(copy)
+    weights = bytearray((copy / "model.safetensors").read_bytes())
+    weights[-100:] = bytes(byte ^ 0x41 for byte in weights[-100:])
+    (copy / "model.safetensors").write_bytes(weights)
+    shutil.copyfile(exported / "config.json", copy / "config.json")
+    with pytest.raises(FolderError, match="damaged: its SHA-256"):
+        lrattnres.load(copy)
     (copy / "model.safetensors").write_bytes(b"no weights")
     (copy / "config.json").write_text((exported / "config.json").read_text())
     with pytest.raises(FolderError, match="cannot be read"):
