@@ -53,10 +53,10 @@ def rows_for(tokens: int) -> int:
     return min(64, power(max(tokens, 1))) if INTERPRETED else 1
 
 
-def chunk_for(dim: int, sums: int) -> int:
-    """Columns a loop step holds, so that `sums` running sums of that width fit into registers."""
+def chunk_for(dim: int, sums: int, beside: int = 0) -> int:
+    """Columns a loop step holds, so that `sums` running sums of that width, and `beside` words, fit into registers."""
     width = 32 * warps_for(dim)
-    return min(power(dim), width * max(4, min(32, 1 << max(WORDS // max(sums, 1), 1).bit_length() - 1)))
+    return min(power(dim), width * max(4, min(32, 1 << max((WORDS - beside) // max(sums, 1), 1).bit_length() - 1)))
 
 
 def fire(launch: Launch) -> None:

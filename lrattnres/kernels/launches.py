@@ -46,7 +46,7 @@ def forward_launch(
     sizes = {"D": dim, "RANK": rank, "K": count, "C": sites, "P": len(parts)}
     modes = {"SEPARATE": bool(keys), "ADDEND": addend is not None, "NORMALIZE": normalize, "MIXTURES": bool(mixtures)}
     tiles = {"ROWS": size, "BLOCK_D": power(dim), "BLOCK_R": power(rank), "BLOCK_K": power(count)}
-    tiles["CHUNK"] = chunk_for(dim, len(mixtures))
+    tiles["CHUNK"] = chunk_for(dim, len(mixtures), beside=count)  # where each source lies is known all the while
     return Launch("read_forward", (-(-tokens // size),), tensors | sizes | modes | tiles, warps_for(dim))
 
 

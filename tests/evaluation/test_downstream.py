@@ -4,6 +4,8 @@ import dataclasses
 import json
 import math
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from lrattnres.evaluation.downstream import Pretrained, Trained, check_names, ev
 from lrattnres.exchange.folder import FolderError, read_exported, write_model
 from lrattnres.model.attention import BACKENDS
 from lrattnres.model.transformer import Transformer, build_model
+from tests.paths import ROOT
 
 lm_eval = pytest.importorskip("lm_eval", reason="tasks are measured by lm-evaluation-harness, the extra [eval]")
 from lm_eval.api.instance import Instance  # noqa: E402
@@ -141,9 +144,11 @@ def test_generation_is_greedy_and_stops(model: Transformer) -> None:
         harness.generate_until(requests("generate_until", [("a", {"do_sample": True})]))
 
 
-def test_the_harness_measures_our_tasks(model: Transformer, folder: Path, tasks: Path, capsys) -> None:
-    config = parse(EvalConfig, {"run": str(folder), "downstream": list(TASKS), "tasks": str(tasks), "batch": 2})
-    report = json.loads(evaluate_tasks(config).read_text())
+def test_the_command_measures_our_tasks(model: Transformer, folder: Path, tasks: Path) -> None:
+    settings = [f"run={folder}", f"downstream=[{','.join(TASKS)}]", f"tasks={tasks}", "batch=2", "threads=1"]
+    command = subprocess.run([sys.executable, "eval.py", *settings], cwd=ROOT, capture_output=True, text=True)
+    assert command.returncode == 0, command.stderr
+    report = json.loads((folder / "evaluation" / "step_000003.downstream.json").read_text())
     assert set(report["results"]) == set(TASKS)
     right = 0
     for document in QUESTIONS:
@@ -154,8 +159,7 @@ def test_the_harness_measures_our_tasks(model: Transformer, folder: Path, tasks:
     size = sum(len(document["question"]) for document in QUESTIONS)
     assert report["results"]["own_text"]["bits_per_byte,none"] == pytest.approx(-nats / math.log(2) / size, rel=1e-5)
     assert set(report["n-shot"].values()) == {0}
-    shown = capsys.readouterr().out
-    assert "own_choices" in shown and "bits_per_byte" in shown and "exact_match" in shown
+    assert all(name in command.stdout for name in ("own_choices", "bits_per_byte", "exact_match"))
 
 
 def test_tasks_that_cannot_be_measured_are_refused(folder: Path, tasks: Path) -> None:

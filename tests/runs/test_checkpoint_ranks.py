@@ -179,7 +179,8 @@ def save_forever(rank: int, folder: Path, asynchronous: bool) -> None:
     step = begin.step if begin else 0
     while True:
         step += 1
-        weights = distribute_tensor(torch.full((4_000, 1_000), float(step)), mesh, [Shard(0)])
+        # Made without a message to the others: the death of one is met by the save, not by the making of what it saves.
+        weights = DTensor.from_local(torch.full((2_000, 1_000), float(step)), mesh, [Shard(0)])
         checkpoints.save(step, {"model": {"w": weights}}, {"step": step})
         print(step)
 
