@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TEST := $(BIN)/python -m pytest
+TWO := -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 GRID := runs/table1-proxy
@@ -20,11 +21,11 @@ table1-proxy: $(READY) ## train all rows of the paper's Table 1 at a size for a 
 	$(BIN)/python scripts/table1.py experiment=proxy runs=$(GRID) $(SETTINGS)
 	$(BIN)/python scripts/report.py $(GRID)/*/ out=$(GRID)-report
 
-test: $(READY) ## the tests, in some minutes on two cores
-	$(TEST)
+test: $(READY) ## the tests, two at a time, in some minutes
+	$(TEST) $(TWO)
 
 test-slow: $(READY) ## the tests that take longer: every variant compiled, every variant resumed
-	$(TEST) -m "slow and not gpu"
+	$(TEST) $(TWO) -m "slow and not gpu"
 
 test-gpu: $(READY) ## the tests that need a CUDA device
 	$(TEST) -m gpu
