@@ -28,11 +28,13 @@ from lrattnres.model.transformer import Transformer, build_model
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"layers": 3, "dim": 32, "heads": 2, "mlp_width": 48, "context": 8, "vocabulary": 64},
+    "demo": {"layers": 6, "dim": 128, "heads": 4, "mlp_width": 352, "context": 256, "vocabulary": 257},
     "small": {"layers": 8, "dim": 256, "heads": 4, "mlp_width": 704, "context": 512, "vocabulary": 4096},
     "paper": {"layers": 24, "dim": 1024, "heads": 16, "mlp_width": 2816, "context": 2048, "vocabulary": 100277},
 }
 VARIANTS = {
     "tiny": ["s_lr:3:4", "p_lr:3:4", "attn_res:full"],
+    "demo": ["s_lr:4:16", "p_lr:4:16", "attn_res:4", "attn_res:full"],
     "small": ["s_lr:4:16", "p_lr:4:16", "attn_res:4", "attn_res:full"],
     "paper": ["s_lr:8:32", "s_lr:4:32", "p_lr:8:32", "attn_res:8", "s_lr:16:32", "s_lr:full:32"],
 }
