@@ -168,6 +168,7 @@ def test_evaluation_needs_the_folder_only_and_repeats_itself(tiny_run, tmp_path:
 
     output = run("eval.py", f"run={folder}/checkpoints/step_000020", "diagnostics=true", "tokens=300", "batch=3")
     assert "300 tokens" in output
+    assert "step_000020.json: replaced" not in output
     twenty = [record for record in comparable(folder) if record["step"] == 20]
     assert json.loads((folder / "evaluation" / "step_000020.json").read_text())["val_loss"] != twenty[0]["val_loss"]
     diagnostics = json.loads((folder / "evaluation" / "step_000020.diagnostics.json").read_text())
@@ -175,6 +176,8 @@ def test_evaluation_needs_the_folder_only_and_repeats_itself(tiny_run, tmp_path:
     before = in_training.read_text()
     run("eval.py", f"run={folder}", "diagnostics=true", "threads=1", "kernels=reference")
     assert in_training.read_text() == before
+    again = run("eval.py", f"run={folder}", "tokens=300", "threads=1")
+    assert f"step_000040.json: replaced; before: val_loss {trained['val_loss']}, val_tokens 500" in again
     assert all(sum(weights) == pytest.approx(1, abs=1e-5) for weights in diagnostics["mean_weight"][1:])
     for name in ("depth.png", "sites.png", "loss.png"):
         assert (folder / "plots" / name).read_bytes().startswith(b"\x89PNG")

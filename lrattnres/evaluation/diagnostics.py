@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial, reduce
 from typing import Any
 
@@ -19,17 +19,25 @@ from lrattnres.ranks import Ranks
 
 @torch.no_grad()
 def diagnose(
-    model: Transformer, windows: Iterable[Tensor], separator: int, *, documents: bool, ranks: Ranks | None = None
+    model: Transformer,
+    windows: Iterable[Tensor],
+    separator: int,
+    *,
+    documents: bool,
+    ranks: Ranks | None = None,
+    pause: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Effective sources, mean and largest α, and the norm of h, per site: see `DepthProbe`.
 
     Every position that has a target counts once. No α outlives its batch: of each batch its sums are kept, which are
     added in the order of the batches, so the result is the same bit by bit for any number of ranks. All ranks take
-    part in every pass, as the weights of a sharded model are gathered by all of them.
+    part in every pass, as the weights of a sharded model are gathered by all of them, and call `pause` before it, which
+    may end it all by raising.
     """
     ranks = ranks or Ranks()
     of_batches = []
     for batch in shares(windows, ranks):
+        pause()
         probe = DepthProbe(model.router)
         observe = partial(probe, valid=batch[:, 1:] != IGNORE)
         window_losses(model, batch, separator, documents=documents, observe=observe)

@@ -21,7 +21,7 @@ from lrattnres.model.attention import choose_attention
 from lrattnres.model.transformer import Transformer, beyond_kernels, build_model
 from lrattnres.ranks import start_ranks
 from lrattnres.runs.checkpoint import Checkpoint
-from lrattnres.runs.files import to_json, write_atomic
+from lrattnres.runs.files import from_json, to_json, write_atomic
 from lrattnres.runs.find import find_checkpoint
 from lrattnres.runs.folder import RunError, RunFolder
 
@@ -85,6 +85,7 @@ def evaluate_run(config: EvalConfig) -> Evaluation:
         diagnostics = diagnose(model, windows, dataset.tokenizer.separator, documents=settings.documents, ranks=ranks)
     result = Evaluation(folder, checkpoint.step, ranks.first, record, diagnostics)
     if ranks.first:
+        _say_what_goes(result, say)
         result.write()
     return result
 
@@ -161,6 +162,14 @@ def load_weights(model: ModelConfig, source: Checkpoint | Exported, config: Eval
     built = build_model(model, seed=None, device=device, attention=attention, dtype=dtype, kernels=kernels)
     source.load({"model": dict(built.state_dict())})
     return built.requires_grad_(False)
+
+
+def _say_what_goes(result: Evaluation, say: Callable[[str], None]) -> None:
+    """An earlier measurement of the same step is replaced, and not without a word if it was another one."""
+    before = from_json(result.file.read_bytes()) if result.file.exists() else result.record
+    other = {name: value for name, value in before.items() if result.record.get(name) != value}
+    if other:
+        say(f"{result.file}: replaced; before: " + ", ".join(f"{name} {value}" for name, value in other.items()))
 
 
 def _sentence(held_out: HeldOut) -> str:

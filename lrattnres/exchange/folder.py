@@ -206,6 +206,7 @@ def write_model(
         "lrattnres": own,
     }
     (path / CONFIG).write_text(to_json(tree, indent=2) + "\n", encoding="utf-8")
+    shutil.copymode(path / CONFIG, path / WEIGHTS)  # safetensors makes a file that nobody else may read
     # transformers would else make a cache, which the model does not take.
     generation = {"bos_token_id": separator, "eos_token_id": end, "use_cache": False}
     (path / "generation_config.json").write_text(to_json(generation, indent=2) + "\n", encoding="utf-8")

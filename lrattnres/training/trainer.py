@@ -129,7 +129,7 @@ class Trainer:
 
     def _fit(self) -> bool:
         if self.unevaluated is not None:
-            self._write(self.unevaluated, held_out=True)
+            self._write(self.unevaluated)
             if self.stopped_by:
                 return self._stopped()
         while self.progress.step < self.config.steps:
@@ -234,45 +234,47 @@ class Trainer:
         if self._due(config.instruments.depth):
             record |= self._depth(result.windows)
             self._restart_clock()
-        if self._due(config.evaluation.diagnostics_every) or (self._last and config.evaluation.diagnostics_every):
-            self.write_diagnostics(progress.step, self._diagnostics())
-            self._restart_clock()
-        held_out = self._due(config.evaluation.every) or self._last
-        if record or held_out:
-            self._write({"step": progress.step, "tokens": progress.tokens} | record, held_out=held_out)
+        self._write({"step": progress.step, "tokens": progress.tokens} | record)
 
-    def _write(self, record: dict[str, Any], *, held_out: bool) -> None:
-        """One record, with the held-out loss if it is due. If a signal comes before that is known, the record waits in
-        the checkpoint that follows, and whoever continues from there begins with the evaluation.
+    def _write(self, record: dict[str, Any]) -> None:
+        """The record of this step, with what is due of it on held-out tokens. If a signal comes before that is known, the
+        record waits in the checkpoint that follows, and whoever continues from there begins with the evaluation.
         """
-        self.unevaluated = None
-        if held_out:
-            try:
-                record = record | self._held_out()
-            except Interrupted:
-                self.unevaluated = record
-                return
-            self._restart_clock()
+        try:
+            self.unevaluated = None
+            found = record | self._evaluations()
+        except Interrupted:
+            self.unevaluated = record
+            return
 
         def write() -> None:
             try:
-                self.write(record)
+                self.write(found)
             except OSError as fault:  # a full disk; without its metrics a run is not worth its while
                 raise TrainingError(f"the metrics of step {record['step']} cannot be written: {fault}") from fault
 
-        self.ranks.together(write)
+        if found.keys() > {"step", "tokens"}:
+            self.ranks.together(write)
 
-    def _held_out(self) -> dict[str, Any]:
-        """Raises Interrupted, on all ranks, when any of them has received a signal."""
+    def _evaluations(self) -> dict[str, Any]:
+        """Diagnostics, which are written, and the held-out loss. Raises Interrupted when any rank has received a signal."""
+        settings, documents, separator = self.config.evaluation, self.config.documents, self.dataset.tokenizer.separator
+        shared: dict[str, Any] = {"documents": documents, "ranks": self.ranks, "pause": self._pause}
+        found = {}
+        if self._due(settings.diagnostics_every) or (self._last and settings.diagnostics_every):
+            windows = self.dataset.held_out_windows(settings.diagnostics_tokens, settings.batch)
+            self.write_diagnostics(self.progress.step, diagnose(self.model, windows, separator, **shared))
+            self._restart_clock()
+        if self._due(settings.every) or self._last:
+            windows = self.dataset.held_out_windows(settings.tokens, settings.batch)
+            found = evaluate(self.model, windows, self.dataset.tokenizer, **shared).record()
+            self._restart_clock()
+        return found
 
-        def pause() -> None:
-            self.stopped_by = int(self.ranks.largest(torch.tensor(self._signals.number)))
-            if self.stopped_by:
-                raise Interrupted
-
-        tokenizer, documents = self.dataset.tokenizer, self.config.documents
-        windows = self.dataset.held_out_windows(self.config.evaluation.tokens, self.config.evaluation.batch)
-        return evaluate(self.model, windows, tokenizer, documents=documents, ranks=self.ranks, pause=pause).record()
+    def _pause(self) -> None:
+        self.stopped_by = int(self.ranks.largest(torch.tensor(self._signals.number)))
+        if self.stopped_by:
+            raise Interrupted
 
     def _measurements(self, result: StepResult) -> dict[str, Any]:
         values = {
@@ -314,11 +316,6 @@ class Trainer:
             self.ranks.sum(sums)
         results = probe.results()
         return {name: results[name] for name in ("hidden_norm", "newest_weight", "effective_sources")}
-
-    def _diagnostics(self) -> dict[str, Any]:
-        evaluation, separator = self.config.evaluation, self.dataset.tokenizer.separator
-        windows = self.dataset.held_out_windows(evaluation.diagnostics_tokens, evaluation.batch)
-        return diagnose(self.model, windows, separator, documents=self.config.documents, ranks=self.ranks)
 
     @property
     def mean_grad_norm(self) -> float:

@@ -35,6 +35,8 @@ def trainer_of(settings: list[str], folder: Path) -> Trainer:
     trainer = build(settings)
     trainer.checkpoints = Checkpoints(folder, group=distributed.group.WORLD if trainer.ranks.world > 1 else None)
     del trainer.save
+    trainer.diagnoses = []
+    trainer.write_diagnostics = lambda step, found: trainer.diagnoses.append((step, found))
     return trainer
 
 
@@ -55,6 +57,8 @@ def cut_and_continue(rank: int, settings: list[str], folder: Path, evaluation: i
     last.restore(last.checkpoints.at(at))
     assert last.fit()
     assert last.checkpoints.newest(print).details.keys() == {"tokens"} or at == last.config.steps
+    diagnosed = {4, 8} if last.config.evaluation.diagnostics_every else set()
+    assert {step for step, _ in first.diagnoses + last.diagnoses} == diagnosed
     return first.records + last.records
 
 
@@ -65,17 +69,23 @@ def comparable(records: list[dict]) -> list[dict]:
 EVERY = ["steps=8", "optimizer.warmup=2", "evaluation.every=4", "evaluation.tokens=500", "evaluation.batch=2"]
 
 
-@pytest.mark.parametrize(("evaluation", "at"), [(1, 4), (2, 8)])
-def test_one_process(tiny_run, tmp_path: Path, evaluation: int, at: int) -> None:
-    settings = tiny_run(*EVERY)
+DIAGNOSED = ["evaluation.diagnostics_every=4", "evaluation.diagnostics_tokens=500"]
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "at", "also"), [(1, 4, []), (2, 8, []), (1, 4, DIAGNOSED), (2, 4, DIAGNOSED), (3, 8, DIAGNOSED)]
+)
+def test_one_process(tiny_run, tmp_path: Path, evaluation: int, at: int, also: list[str]) -> None:
+    settings = tiny_run(*EVERY, *also)
     straight = build(settings)
     assert straight.fit() and "val_loss" in straight.records[3]
     found = cut_and_continue(0, settings, tmp_path / "cut", evaluation, at)
     assert comparable(found) == comparable(straight.records)  # to the last bit
 
 
-def test_two_ranks(tiny_run, tmp_path: Path) -> None:
-    settings = tiny_run(*EVERY)
+@pytest.mark.parametrize("also", [[], DIAGNOSED])
+def test_two_ranks(tiny_run, tmp_path: Path, also: list[str]) -> None:
+    settings = tiny_run(*EVERY, *also)
     straight = build(settings)
     assert straight.fit()
     for found in launch(cut_and_continue, 2, settings, tmp_path / "cut", 1, 4, group=False, limit=120):

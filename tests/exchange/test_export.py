@@ -45,6 +45,7 @@ def test_an_exported_model_has_the_runs_loss(trained: Path, exported: Path) -> N
         evaluate_run(parse(EvalConfig, {"run": str(exported), "step": 5}))
     card = (exported / "README.md").read_text()
     assert f"{before['val_loss']:.6g}" in card and "p_lr" in card
+    assert len({path.stat().st_mode for path in exported.iterdir() if path.is_file()}) == 1
 
 
 def test_load_gives_the_weights_of_the_checkpoint(trained: Path, exported: Path) -> None:
