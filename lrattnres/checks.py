@@ -353,6 +353,18 @@ def _parallel(config: TrainConfig) -> Iterator[str]:
         yield f"global_batch={config.global_batch}: must be a multiple of the {world} processes, which share its streams evenly"
     if config.cluster.requeue and "SLURM_JOB_ID" not in os.environ:
         yield "cluster.requeue=true: this is no SLURM job (SLURM_JOB_ID is not set); write cluster=local"
+    if config.cluster.requeue and config.resume != "auto":
+        yield (
+            f"resume={config.resume}: a job that is queued again starts with the same words, and would begin there every time; "
+            "write resume=auto"
+        )
+    data = config.data
+    patience = (data.retries + 1) * data.timeout + sum(min(60.0, 2.0**tried) for tried in range(data.retries))
+    if world > 1 and data.corpus is CorpusName.ultra_fineweb and patience >= parallel.timeout:
+        yield (
+            f"parallel.timeout={parallel.timeout:g}: one rank may try a read for {patience:.0f} s (data.retries, data.timeout), "
+            f"and the others would give it up before; write parallel.timeout={2 * patience:.0f}"
+        )
 
 
 def _shard_degree(mode: ParallelMode, degree: int | None, world: int) -> Iterator[str]:

@@ -21,7 +21,7 @@ from lrattnres.config import ConfigError, TrainConfig, defaults, fields_of, flat
 from lrattnres.data.errors import DataError, UnreadableError
 from lrattnres.depth.router import VARIANTS
 from lrattnres.exchange.folder import FolderError, read_exported
-from lrattnres.ranks import Elsewhere, network_failed, placement
+from lrattnres.ranks import Elsewhere, causes, network_failed, placement
 from lrattnres.runs.checkpoint import CheckpointError
 from lrattnres.runs.folder import RunError
 from lrattnres.runs.sweep import write_status
@@ -62,10 +62,8 @@ def plain_settings(tree: DictConfig) -> dict[str, Any]:
     try:
         return OmegaConf.to_container(tree, resolve=True)  # type: ignore[return-value]
     except OmegaConfBaseException as fault:
-        origin: BaseException | None = fault
-        while origin is not None and not isinstance(origin, ConfigError):
-            origin = origin.__cause__ or origin.__context__
-        raise origin or ConfigError([str(fault).partition("\n")[0]]) from None
+        own = next((cause for cause in causes(fault) if isinstance(cause, ConfigError)), None)
+        raise own or ConfigError([str(fault).partition("\n")[0]]) from None
 
 
 def loosened(arguments: Iterable[str], configs: Path) -> list[str]:
@@ -185,7 +183,8 @@ def take_part(folder: Path, run: Callable[[], bool]) -> None:
     if first:
         state = {FINISHED: "finished", STOPPED: "stopped", REFUSED: "refused"}.get(code, "failed")
         write_status(folder, state, fault)
-    if code == STOPPED or network_failed(fault):
+    alone = code == FAULT and distributed.is_initialized()  # perhaps of this rank only: the others are in the run still
+    if code == STOPPED or alone or network_failed(fault):
         _end(code)
     if code != FINISHED:
         raise MemberFailed(f"{folder}: exit code {code}; see failure.txt there, and sweep.csv beside it") from None
@@ -201,13 +200,17 @@ def attempt(run: Callable[[], bool]) -> tuple[int, Exception | None]:
     except (ConfigError, DataError, RunError, CheckpointError, FolderError) as refusal:
         heading = "the configuration is not possible:\n" if isinstance(refusal, ConfigError) else "refused: "
         print(f"{heading}{refusal}", file=sys.stderr)
-        return REFUSED, refusal
+        return (BROKEN_OFF if network_failed(refusal) else REFUSED), refusal
     except TrainingError as failure:
         print(f"broken off: {failure}", file=sys.stderr)
         return BROKEN_OFF, failure
     except Elsewhere as fault:
         return BROKEN_OFF, fault
     except Exception as fault:
+        if network_failed(fault):
+            first_line = str(fault).partition("\n")[0]
+            print(f"broken off: a rank is gone, or too slow; the same command goes on ({first_line})", file=sys.stderr)
+            return BROKEN_OFF, fault
         traceback.print_exc()
         return FAULT, fault
 

@@ -9,7 +9,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -17,11 +17,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed
+from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 T = TypeVar("T")
 BEAT = 0.5  # seconds between two signs of life of a rank
+PATIENCE = timedelta(days=7)
 SILENCE = 3.0  # seconds without one after which a rank counts as gone
 
 
@@ -56,16 +58,18 @@ class Ranks:
             distributed.all_reduce(values, distributed.ReduceOp.MAX)
         return values
 
-    def gather(self, values: Tensor) -> Tensor:
-        """[world, ...]: the equally shaped values of all ranks."""
+    def gather(self, values: Tensor, group: ProcessGroup | None = None) -> Tensor:
+        """[world, ...]: the equally shaped values of all ranks. group: all of them, with a timeout of its own."""
         if self.world == 1:
             return values.unsqueeze(0)
         parts = [torch.empty_like(values) for _ in range(self.world)]
-        distributed.all_gather(parts, values.contiguous())
+        distributed.all_gather(parts, values.contiguous(), group=group)
         return torch.stack(parts)
 
-    def together(self, action: Callable[[], T]) -> T:
-        """action() on every rank. If it fails on any, all raise: their own exception, or Elsewhere."""
+    def together(self, action: Callable[[], T], group: ProcessGroup | None = None) -> T:
+        """action() on every rank; none goes on before all are through. If it fails on any, all raise: their own exception,
+        or Elsewhere. group: see `gather`.
+        """
         if self.world == 1:
             return action()
         fault: Exception | None = None
@@ -73,7 +77,7 @@ class Ranks:
             value = action()
         except Exception as own:
             fault = own
-        failed = self.gather(torch.tensor(fault is not None)).tolist()
+        failed = self.gather(torch.tensor(fault is not None), group).tolist()
         if fault is not None:
             raise fault
         if any(failed):
@@ -86,6 +90,10 @@ class Ranks:
         if self.world > 1:
             distributed.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]  # type: ignore[return-value]
+
+    def patiently(self, action: Callable[[], T]) -> T:
+        """`together` for work that may take hours on some ranks; a process that dies over it is noticed all the same."""
+        return self.together(action, distributed.new_group(backend="gloo", timeout=PATIENCE) if self.world > 1 else None)
 
     def differing(self, values: dict[str, Any]) -> list[str]:
         """A line "key=… on rank 0, … on rank N" for each key whose value is not the same everywhere; the same on all."""
@@ -165,10 +173,16 @@ def start_ranks(device: str, timeout: float) -> Ranks:
     return ranks
 
 
+def causes(fault: BaseException | None) -> Iterator[BaseException]:
+    """An exception and what it came from, the nearest first."""
+    while fault is not None:
+        yield fault
+        fault = fault.__cause__ or fault.__context__
+
+
 def network_failed(fault: BaseException | None) -> bool:
     """Whether an exception comes, at whatever remove, from a collective that could not be completed."""
-    while fault is not None:
-        if isinstance(fault, distributed.DistError) or (isinstance(fault, RuntimeError) and "gloo/transport" in str(fault)):
-            return True
-        fault = fault.__cause__ or fault.__context__
-    return False
+    return any(
+        isinstance(cause, distributed.DistError) or (isinstance(cause, RuntimeError) and "gloo/transport" in str(cause))
+        for cause in causes(fault)
+    )

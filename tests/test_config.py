@@ -85,6 +85,22 @@ def test_a_fault_names_key_value_and_remedy(override: str, words: list[str]) -> 
         assert word in fault
 
 
+def test_a_job_that_is_queued_again_does_not_begin_at_one_step_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    (fault,) = faults("cluster.requeue=true", "resume=20")
+    assert "resume=20" in fault and "write resume=auto" in fault
+    resolve(composed(*DEMO, "cluster.requeue=true"))
+
+
+def test_a_rank_may_try_no_read_for_longer_than_the_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    streamed = ["data=ultra_fineweb", "tokenizer=cl100k_base"]
+    (fault,) = faults(*streamed, "data.retries=12")
+    assert "parallel.timeout=600" in fault and "write parallel.timeout=" in fault
+    resolve(composed(*DEMO, *streamed))
+
+
 def test_all_faults_come_at_once() -> None:
     typed = faults("model.rank=abc", "compile=no", "foo=1", "model.layrs=2")
     assert len(typed) == 4

@@ -190,6 +190,11 @@ class TrainStreams:
             )
         self._begin([Place(*row) for row in state.tolist()])
 
+    def go_back(self, state: torch.Tensor) -> None:
+        """To an earlier `state` of its own. Nothing is read before the next batch: it may be that nothing can be."""
+        self.close()
+        self._places = [Place(*row) for row in state.tolist()]
+
     def close(self) -> None:
         """Stops reading ahead. The state stays, and the next batch goes on from it."""
         for pool in self._pools:

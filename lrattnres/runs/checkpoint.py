@@ -122,6 +122,7 @@ class Checkpoints:
         self._crew = Crew(group, timeout)
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
         self._pending: Future[Path] | None = None
+        self._passed_over: set[int] = set()
 
     def save(self, step: int, state: State, details: dict[str, Any]) -> Path:
         """Writes the checkpoint of `step` and returns its folder; one that was there before is replaced. Collective.
@@ -168,6 +169,7 @@ class Checkpoints:
             try:
                 return self.at(step)
             except CheckpointError as fault:
+                self._passed_over.add(step)
                 report(f"{fault}; passed over")
         return None
 
@@ -187,13 +189,19 @@ class Checkpoints:
 
     def rewind(self, step: int) -> list[int]:
         """Removes the checkpoints after `step` and returns their steps: once a run goes on from `step`, they belong to
-        a past that did not happen, and must not be taken for its newest ones later. Not collective: one process does it.
+        a past that did not happen, and must not be taken for its newest ones later. One that `newest` passed over is only
+        renamed, to `.step_NNNNNN.damaged`: what cannot be read from here may be whole. Not collective: one process does it.
         """
         self.wait()
         gone = [later for later in self.steps() if later > step]
         with explained(f"{self.folder}: checkpoints after step {step} cannot be removed"):
             for later in gone:
-                self._remove(later)
+                if later in self._passed_over:
+                    aside = self._hidden(later, "damaged")
+                    shutil.rmtree(aside, ignore_errors=True)
+                    self._path(later).rename(aside)
+                else:
+                    self._remove(later)
         return gone
 
     def _check(self, step: int, state: State, details: dict[str, Any]) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
 from typing import Any, TypeVar
 
 from torch import distributed
 from torch.distributed import ProcessGroup
+
+from lrattnres.ranks import causes
 
 T = TypeVar("T")
 
@@ -71,13 +73,7 @@ class Crew:
 
 def reason(fault: BaseException) -> BaseException:
     """What the system said, where it is behind a fault: the serializer answers a full disk with an error about itself."""
-    return next((error for error in _chain(fault) if isinstance(error, OSError)), fault)
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
+    return next((error for error in causes(fault) if isinstance(error, OSError)), fault)
 
 
 @cache  # the runs of a sweep share it

@@ -28,8 +28,3 @@ def block_norms(model: Transformer) -> list[Tensor]:
 def _total_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
-def parameter_count(model: nn.Module) -> int:
-    """Elements of all parameters."""
-    return sum(parameter.numel() for parameter in model.parameters())

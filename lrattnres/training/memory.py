@@ -23,13 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lrattnres.checks import DTYPES, resolve_device
-from lrattnres.config import AC, Compile, ConfigError, ParallelMode, TrainConfig
+from lrattnres.config import AC, Compile, ConfigError, TrainConfig
 from lrattnres.evaluation.loss import token_losses
 from lrattnres.kernels.backends import KERNELS, DepthKernels, choose_kernels
 from lrattnres.model.attention import BACKENDS, AttentionBackend
 from lrattnres.model.transformer import Transformer, beyond_kernels, build_model
 from lrattnres.optim.groups import assign
-from lrattnres.training.parallel import Parallel, mesh_shape, parallelize
+from lrattnres.training.parallel import Parallel, mesh_shape, mode_of, parallelize
 
 META = torch.device("meta")
 GB = 1e9
@@ -88,11 +88,8 @@ def estimate_memory(config: TrainConfig, world: int) -> Memory:
     model = _on_meta(config)
     owned = assign(model)
     whole, adam = (4 * sum(p.numel() for name in names for _, p in owned[name]) for names in (owned, ("adam",)))
-    mode = config.parallel.mode
-    if mode is ParallelMode.auto:
-        mode = ParallelMode.fsdp if world > 1 else ParallelMode.none
-    shards = (mesh_shape(mode, world, config.parallel.shard_degree) or (1,))[-1]
-    activations, sources = _measure(model, config)
+    shards = (mesh_shape(mode_of(config, world), world, config.parallel.shard_degree) or (1,))[-1]
+    activations, sources = _measure(model, config, world)
     return Memory(
         weights=-(-whole // shards),
         gradients=-(-whole // shards),
@@ -124,9 +121,9 @@ def _kernels(config: TrainConfig) -> DepthKernels:
     return KERNELS["reference"] if chosen.name == "compiled" else chosen
 
 
-def _measure(model: Transformer, config: TrainConfig) -> tuple[int, int]:
+def _measure(model: Transformer, config: TrainConfig, world: int) -> tuple[int, int]:
     """Bytes: the most that one forward and backward pass has at once, besides the gradients there are; the sources."""
-    size = (min(config.micro_batch, config.global_batch), config.model.context)
+    size = (min(config.micro_batch, max(1, config.global_batch // world)), config.model.context)
     sources = 0
 
     def observe(site: int, depth: Any) -> None:
@@ -196,7 +193,8 @@ def _smaller(config: TrainConfig, world: int) -> Iterator[tuple[str, TrainConfig
         for ac in AC:
             words = f"micro_batch={size}" + (f" ac={ac.name}" if ac is not config.ac else "")
             yield words, dataclasses.replace(config, micro_batch=size, ac=ac), world
-    for ranks in (2 * world, 4 * world, 8 * world):
+    elsewhere = resolve_device(config.device).type != "cpu"  # more ranks on one machine share the memory it has
+    for ranks in (2 * world, 4 * world, 8 * world) if elsewhere else ():
         if config.global_batch % ranks == 0 and config.parallel.shard_degree is None and not config.model.tied:
             yield f"{ranks} ranks instead of {world}", config, ranks
 

@@ -31,25 +31,22 @@ class Parallel:
     mesh: DeviceMesh | None = None
     mode: ParallelMode = ParallelMode.none
 
-    @property
-    def rank(self) -> int:
-        return self.ranks.rank
-
-    @property
-    def world(self) -> int:
-        return self.ranks.world
-
 
 def start_parallel(config: TrainConfig) -> Parallel:
     """Connects the ranks that torchrun or SLURM started and lays the mesh over them; alone, there is nothing to do."""
     device = resolve_device(config.device).type
     ranks = start_ranks(device, config.parallel.timeout)
-    mode = config.parallel.mode
-    if mode is ParallelMode.auto:
-        mode = ParallelMode.fsdp if ranks.world > 1 else ParallelMode.none
+    mode = mode_of(config, ranks.world)
     shape = mesh_shape(mode, ranks.world, config.parallel.shard_degree)
     mesh = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]) if shape else None
     return Parallel(ranks, mesh, mode)
+
+
+def mode_of(config: TrainConfig, world: int) -> ParallelMode:
+    """What `auto` means on so many ranks; any other mode is itself."""
+    if config.parallel.mode is not ParallelMode.auto:
+        return config.parallel.mode
+    return ParallelMode.fsdp if world > 1 else ParallelMode.none
 
 
 def mesh_shape(mode: ParallelMode, world: int, shard_degree: int | None) -> tuple[int, ...]:

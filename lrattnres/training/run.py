@@ -14,6 +14,7 @@ from torch import distributed
 from lrattnres.checks import DTYPES, resolve_device
 from lrattnres.config import Compile, ConfigError, TrainConfig, flatten, plain
 from lrattnres.data.dataset import Dataset, open_dataset
+from lrattnres.data.errors import DataError, UnreadableError
 from lrattnres.depth.ablations import changed
 from lrattnres.depth.cost import Cost, cost
 from lrattnres.exchange.folder import read_exported
@@ -52,7 +53,10 @@ def train(config: TrainConfig, notes: list[str]) -> tuple[RunFolder, bool]:
     _refuse_different(ranks, settings, "start all ranks with the same settings")
     parallel = start_parallel(config)
     ranks.together(lambda: check_memory(config, ranks.world, *available_memory(resolve_device(config.device))))
-    dataset = _open_data(config, ranks)
+    try:
+        dataset = _open_data(config, ranks)
+    except UnreadableError as fault:
+        raise DataError(str(fault)) from fault  # a refusal: nothing was done yet
     _refuse_different(ranks, dataset.identity, "all machines must have the same texts, and the same versions of packages")
     folder = ranks.together(lambda: _open_folder(config, dataset) if ranks.first else RunFolder(Path(config.runs) / config.name))
     with closing(folder):
@@ -99,7 +103,7 @@ def _open_data(config: TrainConfig, ranks: Ranks) -> Dataset:
         dataset.prepare_held_out()
         return dataset
 
-    early = ranks.together(lambda: opened() if ranks.local == 0 else None)
+    early = ranks.patiently(lambda: opened() if ranks.local == 0 else None)
     return ranks.together(lambda: early or opened())
 
 

@@ -10,7 +10,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
@@ -23,14 +23,13 @@ from lrattnres.data.dataset import Dataset
 from lrattnres.data.errors import DataError, UnreadableError
 from lrattnres.data.streams import batch_hash
 from lrattnres.depth.probe import DepthProbe
-from lrattnres.evaluation.diagnostics import diagnose
-from lrattnres.evaluation.heldout import evaluate
 from lrattnres.evaluation.loss import window_losses
 from lrattnres.model.transformer import Transformer
 from lrattnres.optim.optimizer import MuonAdam
 from lrattnres.ranks import Elsewhere, network_failed
 from lrattnres.runs.checkpoint import Checkpoint, CheckpointError, Checkpoints, State
 from lrattnres.runs.files import from_json, to_json
+from lrattnres.training.evaluations import Interrupted, measure
 from lrattnres.training.instruments import block_norms, gradient_norm
 from lrattnres.training.machine import peak_memory
 from lrattnres.training.parallel import Parallel
@@ -40,10 +39,6 @@ from lrattnres.training.traffic import KINDS, Traffic
 
 class TrainingError(Exception):
     """The run cannot go on; its last checkpoint is as it was."""
-
-
-class Interrupted(Exception):
-    """A signal came during an evaluation, which is left to the next start."""
 
 
 @dataclass
@@ -97,7 +92,7 @@ class Trainer:
         self.parallel = parallel or Parallel()
         self.ranks = self.parallel.ranks
         self.optimizer = MuonAdam(model, config.optimizer, config.steps, mesh=self.parallel.mesh)
-        self.streams = dataset.streams(self.ranks.rank, self.ranks.world)
+        self.streams = self.ranks.together(lambda: dataset.streams(self.ranks.rank, self.ranks.world))
         self.progress = Progress()
         self.grad_norms = torch.zeros((), dtype=torch.float64, device=model.head.weight.device)  # of good steps, summed
         self._signals, self.stopped_by = StopRequest(), 0
@@ -117,6 +112,10 @@ class Trainer:
         with self._signals, closing(self.streams):
             try:
                 return self._fit()
+            except (TrainingError, Elsewhere):
+                with suppress(CheckpointError):  # of two faults the first is told
+                    self.checkpoints.wait()  # a save that is still on its way is of a good step
+                raise
             except Exception as fault:
                 if not network_failed(fault):
                     raise
@@ -145,8 +144,8 @@ class Trainer:
         return True
 
     def _stopped(self) -> bool:
-        name = signal.Signals(self.stopped_by).name
-        self.say(f"{name}: saved at step {self.progress.step}; the same command continues")
+        how, name = "" if self.config.resume == "auto" else " with resume=auto", signal.Signals(self.stopped_by).name
+        self.say(f"{name}: saved at step {self.progress.step}; the same command{how} continues")
         return False
 
     @contextmanager
@@ -157,14 +156,22 @@ class Trainer:
             yield
         except (DataError, Elsewhere) as fault:
             if isinstance(fault, Elsewhere):  # this rank's part of the batch was there, and is not to be lost
-                self.streams.load_state(places)
-            if not self.progress.bad_in_a_row:  # see _checkpoint_due
-                self.save()
-                self.checkpoints.wait()
-            if isinstance(fault, Elsewhere):
-                raise
-            step = self.progress.step
-            raise UnreadableError(f"{fault}\nsaved at step {step}; once it can be read, the same command continues") from fault
+                self.streams.go_back(places)
+            raise self._saved(fault) from fault
+
+    def _saved(self, fault: DataError | Elsewhere) -> Exception:
+        """What to raise for data that cannot be read, on this rank or another, when everything is saved."""
+        good = not self.progress.bad_in_a_row  # see _checkpoint_due
+        if good:
+            self.save()
+        try:
+            self.checkpoints.wait()
+        except CheckpointError as refused:
+            return TrainingError(f"{fault}\n{refused}")
+        if isinstance(fault, Elsewhere):
+            return fault
+        where = f"saved at step {self.progress.step}" if good else "not saved, since the last steps were not finite"
+        return UnreadableError(f"{fault}\n{where}; once it can be read, the same command continues")
 
     def train_step(self) -> StepResult:
         """One optimizer step over the global batch; a non-finite one changes no weight and is counted."""
@@ -237,41 +244,35 @@ class Trainer:
         self._write({"step": progress.step, "tokens": progress.tokens} | record)
 
     def _write(self, record: dict[str, Any]) -> None:
-        """The record of this step, with what is due of it on held-out tokens. If a signal comes before that is known, the
-        record waits in the checkpoint that follows, and whoever continues from there begins with the evaluation.
+        """The record of this step, with what is due of it on held-out tokens. If a signal comes before that is known, or
+        the tokens cannot be read, the record waits in the next checkpoint, and who continues from there begins with it.
         """
+        step, self.unevaluated = self.progress.step, None
         try:
-            self.unevaluated = None
-            found = record | self._evaluations()
+            held_out, diagnostics = measure(self.config, self.dataset, self.model, self.ranks, step, self._pause)
         except Interrupted:
             self.unevaluated = record
             return
+        except (DataError, Elsewhere) as fault:
+            self.unevaluated = record
+            raise self._saved(fault) from fault
+        if held_out or diagnostics:
+            self._restart_clock()
+        whole = record | held_out
 
         def write() -> None:
             try:
-                self.write(found)
+                if diagnostics is not None:
+                    self.write_diagnostics(step, diagnostics)
+                if whole.keys() > {"step", "tokens"}:
+                    self.write(whole)
             except OSError as fault:  # a full disk; without its metrics a run is not worth its while
-                raise TrainingError(f"the metrics of step {record['step']} cannot be written: {fault}") from fault
+                raise TrainingError(f"the metrics of step {step} cannot be written: {fault}") from fault
 
-        if found.keys() > {"step", "tokens"}:
-            self.ranks.together(write)
-
-    def _evaluations(self) -> dict[str, Any]:
-        """Diagnostics, which are written, and the held-out loss. Raises Interrupted when any rank has received a signal."""
-        settings, documents, separator = self.config.evaluation, self.config.documents, self.dataset.tokenizer.separator
-        shared: dict[str, Any] = {"documents": documents, "ranks": self.ranks, "pause": self._pause}
-        found = {}
-        if self._due(settings.diagnostics_every) or (self._last and settings.diagnostics_every):
-            windows = self.dataset.held_out_windows(settings.diagnostics_tokens, settings.batch)
-            self.write_diagnostics(self.progress.step, diagnose(self.model, windows, separator, **shared))
-            self._restart_clock()
-        if self._due(settings.every) or self._last:
-            windows = self.dataset.held_out_windows(settings.tokens, settings.batch)
-            found = evaluate(self.model, windows, self.dataset.tokenizer, **shared).record()
-            self._restart_clock()
-        return found
+        self.ranks.together(write)
 
     def _pause(self) -> None:
+        """Raises Interrupted, on all ranks, when any of them has received a signal."""
         self.stopped_by = int(self.ranks.largest(torch.tensor(self._signals.number)))
         if self.stopped_by:
             raise Interrupted
@@ -369,7 +370,8 @@ class Trainer:
         state["random"] = {name: torch.empty_like(torch.get_rng_state()) for name in checkpoint.keys("random")}
         checkpoint.load(state)
         self.grad_norms.copy_(state["gradients"]["norm_sum"])
-        self.streams.load_state(state["loader"]["streams"][self.ranks.rank :: self.ranks.world])
+        places = state["loader"]["streams"][self.ranks.rank :: self.ranks.world]
+        self.ranks.together(lambda: self.streams.load_state(places))
         self.progress = Progress(**{name: int(value) for name, value in state["progress"].items()})
         waiting = checkpoint.details.get("unevaluated")
         self.unevaluated = None if waiting is None else from_json(waiting)

@@ -156,6 +156,20 @@ def test_stopping_between_any_two_steps_changes_nothing(count):
         assert all(torch.equal(resumed.next_batch(), batch) for batch in batches[step:])
 
 
+def test_going_back_reads_nothing_before_the_next_batch():
+    corpus = ListCorpus([[word] for word in WORDS])
+    streams = TrainStreams(EncodedCorpus(corpus, BYTES), context=4, streams=2, seed=0, workers=0)
+    before, batch = streams.state(), streams.next_batch()
+    corpus.broken = set(range(len(WORDS)))
+    streams.go_back(before)
+    assert torch.equal(streams.state(), before)
+    with pytest.raises(UnreadableError, match="is broken"):
+        streams.next_batch()
+    assert torch.equal(streams.state(), before)
+    corpus.broken = set()
+    assert torch.equal(streams.next_batch(), batch)
+
+
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_any_number_of_ranks_reads_the_same_batches(world):
     whole = streams_of(WORDS, 4)

@@ -1,5 +1,6 @@
 """A signal in the middle of an evaluation: all ranks leave it together, and the next start makes it, as if nothing had been."""
 
+import itertools
 import os
 import signal
 from pathlib import Path
@@ -8,6 +9,8 @@ import pytest
 import torch
 from torch import distributed
 
+from lrattnres.data.errors import UnreadableError
+from lrattnres.ranks import Elsewhere
 from lrattnres.runs.checkpoint import Checkpoints
 from lrattnres.training.trainer import Trainer
 from tests.distributed.launch import launch
@@ -93,6 +96,38 @@ def test_two_ranks(tiny_run, tmp_path: Path, also: list[str]) -> None:
         assert [record["batch_hash"] for record in found] == [record["batch_hash"] for record in straight.records]
         for step in (3, 7):
             assert found[step]["val_loss"] == pytest.approx(straight.records[step]["val_loss"], rel=1e-5)
+
+
+class Unreadable(Signalling):
+    """A dataset whose held-out texts cannot be read from the third batch on."""
+
+    def held_out_windows(self, tokens: int, batch: int):
+        yield from itertools.islice(self._dataset.held_out_windows(tokens, batch), 2)
+        raise UnreadableError("the held-out texts are gone")
+
+
+def unreadable(rank: int, settings: list[str], folder: Path) -> tuple[list[dict], str]:
+    first = trainer_of(settings, folder)
+    if rank == first.ranks.world - 1:
+        first.dataset = Unreadable(first.dataset, 0)
+    with pytest.raises((UnreadableError, Elsewhere)) as fault:
+        first.fit()
+    again = trainer_of(settings, folder)
+    again.restore(again.checkpoints.at(4))
+    assert again.fit()
+    return first.records + again.records, str(fault.value)
+
+
+def test_unreadable_held_out_texts_lose_no_step(tiny_run, tmp_path: Path) -> None:
+    settings = tiny_run(*EVERY)
+    straight = build(settings)
+    assert straight.fit()
+    records, fault = unreadable(0, settings, tmp_path / "one")
+    assert fault.startswith("the held-out texts are gone\nsaved at step 4; once")
+    assert comparable(records) == comparable(straight.records)
+    (first, elsewhere), (_, fault) = launch(unreadable, 2, settings, tmp_path / "two", group=False, limit=120)
+    assert "rank 1 failed" in elsewhere and "saved at step 4" in fault
+    assert [record["step"] for record in first] == list(range(1, 9))
 
 
 def test_a_pause_that_raises_ends_an_evaluation(tiny_run) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -33,6 +34,17 @@ def agree(rank: int) -> None:
     with pytest.raises(ValueError if rank == 0 else Elsewhere):
         ranks.of_first(fail)
     assert ranks.lost() is None
+
+
+def prepare(rank: int) -> None:
+    ranks = start_ranks("cpu", 2.0)
+    assert ranks.patiently(lambda: time.sleep(4.0 * rank) or rank) == rank
+    with pytest.raises(ValueError if rank == 1 else Elsewhere):
+        ranks.patiently(lambda: fail() if rank == 1 else rank)
+
+
+def test_preparing_may_take_longer_than_an_answer() -> None:
+    launch(prepare, 2, group=False)
 
 
 def fail() -> int:
@@ -99,10 +111,11 @@ def disk_is_full(rank: int, settings: list[str]) -> str:
         if rank == 0 and record["step"] == 3:
             raise OSError("no space left")
 
-    trainer.write = write
+    waited: list[int] = []  # for a save that may be on its way
+    trainer.write, trainer.checkpoints = write, SimpleNamespace(wait=lambda: waited.append(trainer.progress.step))
     with pytest.raises((TrainingError, Elsewhere)) as fault:
         trainer.fit()
-    assert trainer.progress.step == 3
+    assert trainer.progress.step == 3 and waited == [3]
     return str(fault.value)
 
 

@@ -34,7 +34,7 @@ def gradients(rank: int, settings: list[str], kernels: str, device: torch.device
     tokens = torch.arange(4 * 16, device=device).view(4, 16) % 31
     for _ in range(2):  # the second pass meets shards that were gathered and freed before
         model.zero_grad()
-        model(tokens[rank :: parallel.world], None).logsumexp(-1).square().sum().backward()
+        model(tokens[rank :: parallel.ranks.world], None).logsumexp(-1).square().sum().backward()
     return {name: whole(parameter.grad).cpu() for name, parameter in model.named_parameters()}
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,13 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(OSError, match="No space left"):
         write_atomic(path, "new")
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_many_write_one_file_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "table"
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda number: write_atomic(path, f"{number}" * 1000), range(200)))
+    assert len(set(path.read_text())) <= 3 and list(tmp_path.iterdir()) == [path]
 
 
 def test_json_has_no_nan(tmp_path: Path) -> None:

@@ -81,10 +81,12 @@ def test_peaks_are_seen() -> None:
 
 
 def test_shards_and_source_cache() -> None:
-    config = settings("model.residual=p_lr", "model.blocks=2", "model.rank=8")
+    config = settings("model.residual=p_lr", "model.blocks=2", "model.rank=8", "global_batch=32")
     one, four = estimate_memory(config, 1), estimate_memory(config, 4)
     assert four.weights * 4 == pytest.approx(one.weights, abs=4) and four.moments * 4 == pytest.approx(one.moments, abs=4)
     assert four.activations == one.activations and four.gathered > 0
+    eight = estimate_memory(config, 8)  # whose ranks have four windows each, and never a micro-batch of eight
+    assert eight.sources == one.sources / 2 and eight.activations < 0.6 * one.activations
     assert one.sources == 4 * 8 * 96 * 3 * (64 + 8)  # the embedding and two blocks: b·K·(d + r)
     replicated = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, mode=type(config.parallel.mode).ddp))
     assert estimate_memory(replicated, 4).weights == one.weights
@@ -103,6 +105,12 @@ def test_a_run_that_cannot_fit_is_refused_with_what_would_fit() -> None:
     with pytest.raises(ConfigError, match="write a smaller model"):
         check_memory(config, 1, 1000, "a GPU")
     check_memory(dataclasses.replace(config, compile=Compile.regions), 1, 0.5 * need, "a GPU")  # may fit once it is fused
+
+
+def test_the_estimate_is_of_one_of_many_processes() -> None:
+    mode = ["parallel.mode=hsdp", "parallel.shard_degree=8"]
+    assert "16 x H100" in run("scripts/estimate.py", "experiment=demo", "gpus=16", *mode)
+    assert "multiple of the 7 processes" in run("scripts/estimate.py", "experiment=demo", "gpus=7", code=2)
 
 
 def test_train_refuses_before_there_is_a_folder(tiny_run, tmp_path) -> None:
