@@ -24,6 +24,7 @@ from lrattnres.exchange.folder import FolderError, read_exported
 from lrattnres.ranks import Elsewhere, causes, network_failed, placement
 from lrattnres.runs.checkpoint import CheckpointError
 from lrattnres.runs.folder import RunError
+from lrattnres.runs.metrics import MetricsError
 from lrattnres.runs.sweep import write_status
 from lrattnres.training.signals import STOPPED
 from lrattnres.training.trainer import TrainingError
@@ -105,6 +106,7 @@ def settings(schema: type[T], arguments: Iterable[str]) -> T:
         elif str in getattr(kind, "__args__", (kind,)):
             texts[key] = None if value == "null" and kind is not str else value
         else:
+            value = re.sub(r"^([+-]?)0+(?=\d)", r"\1", value)  # which YAML would take as octal: step_000200 has step=000200
             tree[key] = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False)["value"]  # type: ignore[call-overload, index]
     try:
         config = parse(schema, tree | {key: [] if isinstance(text, list) else "" for key, text in texts.items()})
@@ -197,7 +199,7 @@ def attempt(run: Callable[[], bool]) -> tuple[int, Exception | None]:
     except UnreadableError as failure:
         print(f"unreadable: {failure}", file=sys.stderr)
         return UNREADABLE, failure
-    except (ConfigError, DataError, RunError, CheckpointError, FolderError) as refusal:
+    except (ConfigError, DataError, RunError, CheckpointError, FolderError, MetricsError) as refusal:
         heading = "the configuration is not possible:\n" if isinstance(refusal, ConfigError) else "refused: "
         print(f"{heading}{refusal}", file=sys.stderr)
         return (BROKEN_OFF if network_failed(refusal) else REFUSED), refusal

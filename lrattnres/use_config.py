@@ -9,7 +9,7 @@ from lrattnres.config import Device, Kernels, Precision, option
 
 @dataclass
 class GenerateConfig:
-    run: str = option("run folder, or one checkpoint inside it")
+    run: str = option("run folder, one checkpoint inside it, or an exported model")
     prompt: str = option("text to continue, taken as it is; -: standard input; empty: a document from its beginning")
     lines: bool = option("every line of the prompt is a prompt of its own", False)
     tokens: int | None = option("tokens of a continuation, at most; null: as many as the context allows", None)
@@ -36,7 +36,7 @@ class GenerateConfig:
 
 @dataclass
 class InspectConfig:
-    run: str = option("run folder, or one checkpoint inside it")
+    run: str = option("run folder, one checkpoint inside it, or an exported model")
     text: str | None = option("text to look at, taken as it is; -: standard input", None)
     file: str | None = option("file with the text, in UTF-8, instead of text", None)
     out: str | None = option("folder of what is written; null: inspection/ in the run folder", None)

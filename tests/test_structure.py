@@ -12,7 +12,7 @@ PACKAGE = ROOT / "lrattnres"
 ORDER = [
     ("schema",),
     ("model_config",),
-    ("config", "kernels", "files", "ranks", "bounds"),
+    ("config", "kernels", "ranks", "bounds"),
     ("use_config",),
     ("depth",),
     ("model",),

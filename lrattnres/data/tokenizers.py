@@ -92,18 +92,18 @@ class _SpelledTokenizer:
     def decode(self, tokens: Iterable[int] | np.ndarray | torch.Tensor) -> str:
         """The text of `tokens` (a list, or an array or CPU tensor of any shape), special tokens spelled out.
 
-        Bytes that are not UTF-8 and numbers inside the vocabulary that no token has become U+FFFD, since a model may
-        well sample them. A number outside the vocabulary raises DataError.
+        Bytes that are not UTF-8 and numbers that no token has become U+FFFD, since a model may well sample them: it may
+        have more rows than its tokenizer has tokens. A negative number raises DataError.
         """
         return self.spell(tokens).decode("utf-8", "replace")
 
     def spell(self, tokens: Iterable[int] | np.ndarray | torch.Tensor) -> bytes:
         """The bytes of `tokens`, with U+FFFD for numbers that no token has: what `decode` decodes."""
         numbers = np.asarray(tokens if hasattr(tokens, "__array__") else list(tokens), dtype=np.int64).reshape(-1)
-        outside = numbers[(numbers < 0) | (numbers >= self.vocabulary)]
-        if outside.size:
-            raise DataError(f"token {outside[0]}: {self.name} has tokens 0..{self.vocabulary - 1}")
-        spelled = (self._spelling[number] for number in numbers.tolist())
+        negative = numbers[numbers < 0]
+        if negative.size:
+            raise DataError(f"token {negative[0]}: {self.name} has tokens 0..{self.vocabulary - 1}")
+        spelled = (self._spelling[number] if number < self.vocabulary else None for number in numbers.tolist())
         return b"".join("\ufffd".encode() if part is None else part for part in spelled)
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from lrattnres.config import ConfigError, EvalConfig, Precision, TokenizerConfig, TokenizerName
+from lrattnres.config import ConfigError, EvalConfig, Precision, TokenizerName
 from lrattnres.data.errors import DataError
 from lrattnres.data.tokenizers import Tokenizer, build_tokenizer
-from lrattnres.evaluation.run import device_faults, find_weights, load_weights, run_of
+from lrattnres.evaluation.run import device_faults, find_weights, load_weights, run_of, tokenizer_of
 from lrattnres.exchange.folder import CONFIG, Exported, FolderError
 from lrattnres.ranks import placement
 from lrattnres.runs.files import from_json, to_json, write_atomic
@@ -99,14 +99,14 @@ def evaluate_tasks(config: EvalConfig) -> Path:
         manager = TaskManager(include_path=config.tasks)
     check_names(config.downstream, manager.all_tasks)
     folder, source = find_weights(config, print)
+    tokenizer: Trained | Pretrained
     if isinstance(source, Exported) and not folder.config_path.exists():  # it was never trained here
-        settings, precision = source.model, Precision.float32
-        known = TokenizerConfig(TokenizerName[source.tokenizer]) if source.tokenizer else None
+        settings, precision, named = source.model, Precision.float32, source.tokenizer
+        tokenizer = Trained(build_tokenizer(TokenizerName[named])) if named else Pretrained(source)
     else:
         run = run_of(folder, source)
-        settings, known, precision = run.model, run.tokenizer, run.precision
+        settings, precision, tokenizer = run.model, run.precision, Trained(tokenizer_of(folder, run))
     model = load_weights(settings, source, config, config.precision or precision)
-    tokenizer = Trained(build_tokenizer(known)) if known else Pretrained(source)  # type: ignore[arg-type]
     backends = {"device": str(model.head.weight.device), "precision": (config.precision or precision).name}
     backends |= {"attention": model.attention.name, "depth_kernels": model.router.kernels.name}
     print(f"{source.path}: {', '.join(backends.values())}; {len(config.downstream)} tasks, tokenizer {tokenizer.name}")

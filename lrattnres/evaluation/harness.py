@@ -93,7 +93,10 @@ class HarnessModel(TemplateLM):
                 for place, (number, row) in enumerate(zip(numbers, rows, strict=True)):
                     target = torch.tensor(requests[number][2], device=logits.device)
                     if not 0 < len(target) < len(row):
-                        raise DataError(f"a continuation of {len(target)} tokens: must be between 1 and {self.context}")
+                        raise DataError(
+                            f"a continuation of {len(target)} tokens: must be between 1 and {self.context}, the context; "
+                            "leave its task out of downstream=[…]"
+                        )
                     scores = logits[place, len(row) - 1 - len(target) : len(row) - 1].float().log_softmax(-1)
                     chosen = scores.gather(-1, target.unsqueeze(-1)).sum(dtype=torch.float64).item()
                     found[number] = chosen, bool((scores.argmax(-1) == target).all())
@@ -123,7 +126,9 @@ class HarnessModel(TemplateLM):
     def _continue(self, prompts: list[list[int]], length: int, until: Sequence[str]) -> list[str]:
         """The one place that decodes: greedily, each prompt a document."""
         written, texts = [list[int]() for _ in prompts], [""] * len(prompts)
-        generation = Generation(self.decoder, prompts, Sampling(temperature=0))
+        # The cache has room for the whole context where nothing is said, which is dear for a pretrained model.
+        fits = max(map(len, prompts)) + length <= self.context + 1
+        generation = Generation(self.decoder, prompts, Sampling(temperature=0), tokens=length if fits else None)
         while generation.rows:
             for number, token in generation.step().items():
                 if token in self.words.ends:

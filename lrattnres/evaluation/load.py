@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 
 from lrattnres.config import EvalConfig, TrainConfig
-from lrattnres.data.tokenizers import Tokenizer, build_tokenizer
-from lrattnres.evaluation.run import find_weights, load_weights, run_of, settings_of
+from lrattnres.data.tokenizers import Tokenizer
+from lrattnres.evaluation.run import find_weights, load_weights, run_of, settings_of, tokenizer_of
 from lrattnres.exchange.folder import Exported
 from lrattnres.model.transformer import Transformer
 from lrattnres.runs.checkpoint import Checkpoint
-from lrattnres.runs.folder import RunError, RunFolder
+from lrattnres.runs.folder import RunFolder
 
 
 class TrainedRun(NamedTuple):
@@ -32,16 +32,11 @@ def load_run(config: EvalConfig, say: Callable[[str], None]) -> TrainedRun:
     Raises RunError for a folder that is no run or whose tokenizer is another one by now, CheckpointError for a damaged
     checkpoint, ConfigError for settings that cannot be.
     """
-    if config.threads:
-        torch.set_num_threads(config.threads)
     folder, checkpoint = find_weights(config, say)
     settings = settings_of(config, run_of(folder, checkpoint))
-    tokenizer = build_tokenizer(settings.tokenizer)
-    if folder.identity().get("tokenizer") != tokenizer.fingerprint:
-        raise RunError(
-            f"{folder.path}: its tokenizer {tokenizer.name} is not the one of this machine, so the model would read other "
-            "tokens than it was trained on; install the versions that environment.json of the run names"
-        )
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    tokenizer = tokenizer_of(folder, settings)
     return TrainedRun(
         folder, checkpoint, settings, tokenizer, load_weights(settings.model, checkpoint, config, settings.precision)
     )

@@ -13,6 +13,7 @@ import torch
 from lrattnres.checks import DTYPES, resolve_device
 from lrattnres.config import ConfigError, Device, EvalConfig, ModelConfig, Precision, TrainConfig
 from lrattnres.data.dataset import Dataset, open_dataset
+from lrattnres.data.tokenizers import Tokenizer, build_tokenizer
 from lrattnres.evaluation.diagnostics import diagnose
 from lrattnres.evaluation.heldout import HeldOut, evaluate
 from lrattnres.exchange.folder import Exported, is_exported, read_exported
@@ -56,10 +57,10 @@ def evaluate_run(config: EvalConfig) -> Evaluation:
     Raises RunError for a folder that is no run or a corpus that is not the run's, CheckpointError for a damaged
     checkpoint, ConfigError for settings that cannot be.
     """
-    if config.threads:
-        torch.set_num_threads(config.threads)
     if faults := device_faults(config):
         raise ConfigError(faults)
+    if config.threads:
+        torch.set_num_threads(config.threads)
     ranks = start_ranks(resolve_device(config.device).type, TIMEOUT)
     say = print if ranks.first else (lambda text: None)
     folder, checkpoint = find_weights(config, say)
@@ -132,10 +133,27 @@ def settings_of(config: EvalConfig, run: TrainConfig) -> TrainConfig:
 
 
 def device_faults(config: EvalConfig) -> list[str]:
-    """A GPU that was asked for and is not there."""
+    """A GPU that was asked for and is not there, and a number of threads that is none."""
+    faults = []
     if config.device is Device.cuda and not torch.cuda.is_available():
-        return ["device=cuda: this machine has no CUDA GPU that torch can see; write device=cpu or device=auto"]
-    return []
+        faults.append("device=cuda: this machine has no CUDA GPU that torch can see; write device=cpu or device=auto")
+    if config.threads is not None and config.threads < 1:
+        faults.append(f"threads={config.threads}: must be at least 1, or null")
+    return faults
+
+
+def tokenizer_of(folder: RunFolder, settings: TrainConfig) -> Tokenizer:
+    """The tokenizer of a run or an exported folder. Raises RunError if it is another one by now."""
+    tokenizer = build_tokenizer(settings.tokenizer)
+    if folder.identity().get("tokenizer") == tokenizer.fingerprint:
+        return tokenizer
+    run = "the run" if folder.environment_path.exists() else "the run that it was exported from"
+    own = settings.tokenizer.path
+    raise RunError(
+        f"{folder.path}: its tokenizer {tokenizer.name} is not the one of this machine, so the model would read other tokens "
+        "than it was trained on; "
+        + (f"restore the tokenizer.json of {own}" if own else f"install the versions that environment.json of {run} names")
+    )
 
 
 def _check_identity(folder: RunFolder, dataset: Dataset) -> None:
@@ -170,6 +188,11 @@ def _say_what_goes(result: Evaluation, say: Callable[[str], None]) -> None:
     other = {name: value for name, value in before.items() if result.record.get(name) != value}
     if other:
         say(f"{result.file}: replaced; before: " + ", ".join(f"{name} {value}" for name, value in other.items()))
+    file = result.file.with_suffix(".diagnostics.json")
+    if result.diagnostics is not None and file.exists():
+        tokens = from_json(file.read_bytes()).get("tokens")
+        if tokens != result.diagnostics["tokens"]:
+            say(f"{file}: replaced; before: tokens {tokens}")
 
 
 def _sentence(held_out: HeldOut) -> str:

@@ -81,6 +81,7 @@ def _given(source: Path) -> Given:
                 f"from={source}: its reads were trained, and a new residual path begins without them, as another model; "
                 "write a folder with model.residual=baseline, or one not trained since it was converted"
             )
+        exported.check()
         own = {name: partial(read, there) for name, there in names.items() if not name.startswith("router.")}
         words = {"tokenizer": exported.tokenizer, "separator": exported.separator, "end": tree["eos_token_id"]}
         return Given(exported.model, own, words, lambda: None)
@@ -128,6 +129,8 @@ def _fill(model: Transformer, given: Given, source: Path) -> None:
     """Copies every given tensor into the new model. Projections that also write keys keep their own rows for those."""
     state = dict(model.state_dict())
     emit, dim = model.router.emit_dim, model.config.dim
+    if more := given.weights.keys() - state.keys():
+        raise FolderError(f"{source}: {CONFIG} has no place for {', '.join(sorted(more))}")
     for name, make in given.weights.items():
         tensor = make()
         place = state[name][:dim] if emit and name.endswith("output.weight") else state[name]

@@ -50,7 +50,7 @@ def export_run(config: ExportConfig) -> Path:
             card,
             tokenizer=None if own else settings.tokenizer.name.name,
             separator=tokenizer.separator,
-            end=_end(own, tokenizer.separator),
+            end=_ends(own, tokenizer.separator),
             step=checkpoint.step,
         )
         files = [folder.config_path, folder.identity_path, folder.corpus_path]
@@ -60,10 +60,11 @@ def export_run(config: ExportConfig) -> Path:
     return Path(config.out)
 
 
-def _end(own: Path | None, separator: int) -> int | list[int]:
-    """What ends a text: as the model says that the tokenizer came from, else the separator."""
-    said = from_json((own / CONFIG).read_bytes()) if own and (own / CONFIG).exists() else {}
-    return separator if said.get("eos_token_id") is None else said["eos_token_id"]
+def _ends(own: Path | None, separator: int) -> int | list[int]:
+    """What ends a text: the separator, which training puts between two, and what the model that the tokenizer came from says."""
+    said = from_json((own / CONFIG).read_bytes()).get("eos_token_id") if own and (own / CONFIG).exists() else None
+    ends = {separator, *(said if isinstance(said, list) else [] if said is None else [said])}
+    return separator if ends == {separator} else sorted(ends)
 
 
 def model_card(settings: TrainConfig, model: Transformer, step: int, measured: dict[str, Any]) -> str:

@@ -63,6 +63,12 @@ class Exported:
         """Of the weights."""
         return _sha256(self.path / WEIGHTS)
 
+    def check(self) -> None:
+        """Raises FolderError for weights that are not those that were written."""
+        file, written = self.path / WEIGHTS, self.path / CHECKSUM  # which is not there if transformers saved the folder
+        if written.exists() and self.fingerprint() not in written.read_text(encoding="utf-8"):
+            raise FolderError(f"{file}: damaged: its SHA-256 is not the one in {CHECKSUM}; copy or export the folder again")
+
     def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Copies the weights into the tensors of `state["model"]`.
 
@@ -82,9 +88,7 @@ class Exported:
                 faults.append(f"{name}: {tuple(saved[name].shape)} in the file, {tuple(wanted[name].shape)} wanted")
         if faults:
             raise FolderError(f"{file} does not fit {CONFIG}:\n" + "\n".join(f"  - {fault}" for fault in sorted(faults)))
-        written = self.path / CHECKSUM  # not there if transformers saved the folder
-        if written.exists() and self.fingerprint() not in written.read_text(encoding="utf-8"):
-            raise FolderError(f"{file}: damaged: its SHA-256 is not the one in {CHECKSUM}; copy or export the folder again")
+        self.check()
         with torch.no_grad():
             for name, tensor in wanted.items():
                 if isinstance(tensor, DTensor):  # every rank reads the file, and keeps its part
@@ -216,10 +220,8 @@ def write_model(
 
 
 def figures(folder: Path, step: int) -> dict[str, Any]:
-    """What the run measured at `step`: by eval.py if it did, else in training; empty where nothing was."""
-    measured = folder / "evaluation" / f"step_{step:06d}.json"
-    if measured.exists():
-        return dict(from_json(measured.read_bytes()))
-    metrics = folder / "metrics.jsonl"
+    """What the run measured at `step`, in training and afterwards by eval.py, which counts where both did."""
+    metrics, later = folder / "metrics.jsonl", folder / "evaluation" / f"step_{step:06d}.json"
     records = MetricsFile.read(metrics) if metrics.exists() else []
-    return next((record for record in records if record["step"] == step), {})
+    measured = next((record for record in records if record["step"] == step), {})
+    return measured | (from_json(later.read_bytes()) if later.exists() else {})

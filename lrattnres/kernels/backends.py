@@ -130,6 +130,7 @@ def depth_attention(
     if query.dim() != 1 or not values or (keys is not None and len(keys) != len(values)):
         counts = f"query of shape {tuple(query.shape)}, {len(values)} values, {'no' if keys is None else len(keys)} keys"
         raise ValueError(f"{counts}: write one query [r], at least one value [..., d], and a key [..., r] for each or none")
+    reference.check_shapes(query.shape[0], values, keys or ())
     backend = choose_kernels(kernels, values[0].device, values[0].dtype, compiled=torch.compiler.is_compiling())
     return backend.read(query.unsqueeze(0), tuple(values), tuple(keys or ()), normalize=normalize, passes=False).out
 

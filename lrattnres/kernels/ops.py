@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lrattnres.kernels.launch import Launch, fire
 from lrattnres.kernels.launches import Backward, Gradients, backward_launches, forward_launch, query_launch
-from lrattnres.kernels.reference import Part, Reading
+from lrattnres.kernels.reference import Part, Reading, check_shapes
 
 SPAN = 128  # tokens whose share of a query's gradient one program sums
 
@@ -219,16 +219,10 @@ def _check(queries: Tensor, values: Sequence[Tensor], keys: Sequence[Tensor], ad
     first = values[0]
     if first.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"values are {first.dtype}: the Triton kernels take float32 and bfloat16; write kernels=reference")
-    dim, rank = first.shape[-1], queries.shape[-1]
-    if not 1 <= rank <= dim and not keys:
-        raise ValueError(f"queries of width {rank}: a key is the tail of a value, so write between 1 and {dim}")
     if keys and len(keys) != len(values):
         raise ValueError(f"{len(keys)} keys for {len(values)} values: write one a source, or none")
-    for name, tensors, shape in (
-        ("values", [*values, *([] if addend is None else [addend])], first.shape),
-        ("keys", keys, (*first.shape[:-1], rank)),
-    ):
-        for tensor in tensors:
-            if (tensor.shape, tensor.dtype, tensor.device) != (shape, first.dtype, first.device):
-                found = f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
-                raise ValueError(f"{name}: {found} among tensors of {tuple(shape)} {first.dtype} on {first.device}")
+    written = values if addend is None else [*values, addend]
+    check_shapes(queries.shape[-1], written, keys)
+    for tensor in (*written, *keys):
+        if (tensor.dtype, tensor.device) != (first.dtype, first.device):
+            raise ValueError(f"{tensor.dtype} on {tensor.device} among tensors of {first.dtype} on {first.device}")

@@ -80,6 +80,18 @@ def _weighted_sum(weights: Tensor, values: Sequence[Tensor]) -> Tensor:
     return mixture
 
 
+def check_shapes(rank: int, values: Sequence[Tensor], keys: Sequence[Tensor]) -> None:
+    """Raises ValueError for tensors that are not the sources of one read by queries of width `rank`: nothing is broadcast."""
+    first = values[0].shape
+    dim = first[-1] if first else 0
+    if not keys and not 1 <= rank <= dim:
+        raise ValueError(f"queries of width {rank}: a key is the tail of a value, so write between 1 and {dim}")
+    for name, tensors, shape in (("values", values, first), ("keys", keys, (*first[:-1], rank))):
+        for tensor in tensors:
+            if tensor.shape != shape:
+                raise ValueError(f"{name}: {tuple(tensor.shape)} among tensors of {tuple(shape)}")
+
+
 class Part(NamedTuple):
     """An unfinished read over some sources: their mixture [..., d], and statistics of which only the kernel that wrote
     them knows the layout (here the log-sum-exp of their logits, [...]).

@@ -50,9 +50,10 @@ def inspect_run(config: InspectConfig, source: TextIO) -> Path:
 
 def _text(config: InspectConfig, source: TextIO) -> str:
     try:
-        text = (
-            Path(config.file).read_text(encoding="utf-8") if config.file else source.read() if config.text == "-" else config.text
-        )
+        if config.file:
+            text: str | None = Path(config.file).read_bytes().decode("utf-8")  # `read_text` would change the line ends
+        else:
+            text = source.read() if config.text == "-" else config.text
         assert text is not None  # `resolve_inspect` has seen that one of the two is there
         text.encode("utf-8")
     except UnicodeError as fault:

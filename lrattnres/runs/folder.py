@@ -134,7 +134,7 @@ class RunFolder:
         except FileNotFoundError:
             raise RunError(
                 f"{file}: not there, so {path} is no run folder; write one that training or scripts/export.py left, or, for a "
-                f"converted model, downstream=[…] here, or train.py initial={path}"
+                f"converted model, eval.py run={path} downstream=[…], or train.py initial={path}"
             ) from None
         except (OSError, UnicodeDecodeError) as fault:
             raise RunError(f"{file}: unreadable: {fault}") from fault

@@ -90,9 +90,9 @@ def test_the_offline_encoding_is_the_published_one(monkeypatch):
 def test_numbers_without_a_token(cl100k):
     assert cl100k.decode([100256, 64, 100276]) == "\ufffda<|endofprompt|>"
     assert cl100k.token_bytes[[100256, 64, 100276]].tolist() == [0, 1, 0]
-    for number in (-1, 100277):
-        with pytest.raises(DataError, match=f"token {number}"):
-            cl100k.decode([number])
+    assert cl100k.decode([100277, 64, 151935]) == "\ufffda\ufffd"  # of a model with more rows than this has tokens
+    with pytest.raises(DataError, match="token -1"):
+        cl100k.decode([-1])
 
 
 @pytest.fixture(scope="module")

@@ -4,21 +4,26 @@ import dataclasses
 import json
 import math
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
-from lrattnres.config import ConfigError, EvalConfig, ModelConfig, TokenizerName, parse
+from lrattnres.config import ConfigError, EvalConfig, ModelConfig, TokenizerName, parse, plain
 from lrattnres.data.errors import DataError
 from lrattnres.data.tokenizers import build_tokenizer
 from lrattnres.evaluation.downstream import Pretrained, Trained, check_names, evaluate_tasks
 from lrattnres.exchange.folder import FolderError, read_exported, write_model
 from lrattnres.model.attention import BACKENDS
 from lrattnres.model.transformer import Transformer, build_model
+from lrattnres.runs.folder import END, RunError
 from tests.paths import ROOT
+from tests.test_config import composed
 
 lm_eval = pytest.importorskip("lm_eval", reason="tasks are measured by lm-evaluation-harness, the extra [eval]")
 from lm_eval.api.instance import Instance  # noqa: E402
@@ -50,6 +55,8 @@ generation_kwargs: {until: ["\\n"], max_gen_toks: 5, do_sample: false}
 metric_list: [{metric: exact_match}]""",
 }
 
+SHOWN = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "using_models.md").read_text(), re.DOTALL)[0]
+
 
 @pytest.fixture(scope="module")
 def model() -> Transformer:
@@ -66,6 +73,7 @@ def tasks(tmp_path_factory) -> Path:
     os.environ["HF_DATASETS_CACHE"] = str(folder / "cache")
     data = folder / "questions.jsonl"
     data.write_text("\n".join(map(json.dumps, QUESTIONS)))
+    (folder / "sky.yaml").write_text(SHOWN.replace("my_tasks/sky.jsonl", str(data)))
     source = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {data}}}}}\ntest_split: test"
     for name, rest in TASKS.items():
         (folder / f"{name}.yaml").write_text(f"task: {name}\n{source}{rest}\n")
@@ -106,7 +114,7 @@ def test_loglikelihoods_are_those_of_each_text_alone(model: Transformer, batch: 
     expected = [directly(model, *pair) for pair in pairs]
     assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=1e-4)
     assert [likely for _, likely in found] == [likely for _, likely in expected]
-    with pytest.raises(DataError, match="a continuation of 30 tokens: must be between 1 and 24"):
+    with pytest.raises(DataError, match=r"a continuation of 30 tokens: must be between 1 and 24.*leave its task out"):
         harness.loglikelihood(requests("loglikelihood", [("a", "b" * 30)]))
 
 
@@ -144,12 +152,22 @@ def test_generation_is_greedy_and_stops(model: Transformer) -> None:
         harness.generate_until(requests("generate_until", [("a", {"do_sample": True})]))
 
 
+def test_generation_keeps_room_for_what_it_writes_alone(model: Transformer) -> None:
+    harness, sizes = HarnessModel(model, Trained(build_tokenizer(TokenizerName.bytes)), 4), []
+    make = harness.decoder.cache
+    harness.decoder.cache = lambda batch, size: sizes.append(size) or make(batch, size)
+    for prompt, tokens in (("a", 6), ("x" * 40, 6), ("x" * 40, 20)):
+        harness.generate_until(requests("generate_until", [(prompt, {"until": [], "max_gen_toks": tokens})]))
+    assert sizes == [2 + 6 - 1, 18 + 6 - 1, 24]  # the last of them writes until the context ends
+
+
 def test_the_command_measures_our_tasks(model: Transformer, folder: Path, tasks: Path) -> None:
-    settings = [f"run={folder}", f"downstream=[{','.join(TASKS)}]", f"tasks={tasks}", "batch=2", "threads=1"]
+    settings = [f"run={folder}", f"downstream=[{','.join(TASKS)},sky]", f"tasks={tasks}", "batch=2", "threads=1"]
     command = subprocess.run([sys.executable, "eval.py", *settings], cwd=ROOT, capture_output=True, text=True)
     assert command.returncode == 0, command.stderr
     report = json.loads((folder / "evaluation" / "step_000003.downstream.json").read_text())
-    assert set(report["results"]) == set(TASKS)
+    assert set(report["results"]) == {*TASKS, "sky"}
+    assert report["results"]["sky"]["acc,none"] == report["results"]["own_choices"]["acc,none"]
     right = 0
     for document in QUESTIONS:
         scores = [directly(model, document["question"], choice)[0] for choice in document["choices"]]
@@ -173,8 +191,17 @@ def test_tasks_that_cannot_be_measured_are_refused(folder: Path, tasks: Path) ->
     assert "names no task" in refused(downstream=[])
     assert "tokens=5: has no use with downstream" in refused(downstream=["own_text"], tokens=5)
     assert "no such folder" in refused(downstream=["own_text"], tasks=f"{tasks}/none")
+    assert "threads=-1: must be at least 1" in refused(downstream=["own_text"], threads=-1)
     with pytest.raises(ConfigError, match="must be a list of texts or null"):
         parse(EvalConfig, {"run": str(folder), "downstream": "own_text"})
+
+
+def test_another_tokenizer_than_the_runs_is_refused(folder: Path, tasks: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(folder, tmp_path / "run")
+    (run / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(plain(composed("experiment=demo", "name=x")))) + END)
+    (run / "identity.json").write_text('{"tokenizer": "another"}')
+    with pytest.raises(RunError, match=r"tokenizer bytes is not the one .* the run that it was exported from names"):
+        evaluate_tasks(parse(EvalConfig, {"run": str(run), "tasks": str(tasks), "downstream": ["own_text"]}))
 
 
 def test_a_converted_model_is_read_with_its_own_tokenizer(model: Transformer, tmp_path: Path) -> None:

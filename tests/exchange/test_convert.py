@@ -140,6 +140,22 @@ def test_trained_reads_are_not_thrown_away(models, tmp_path: Path) -> None:
         converted(tmp_path / "first", tmp_path / "second", "model.residual=attn_res")
 
 
+def test_a_damaged_model_is_not_converted_again(models, tmp_path: Path) -> None:
+    converted(models["llama"][0], tmp_path / "first", "model.residual=baseline")
+    tree = json.loads((tmp_path / "first" / "config.json").read_text())
+    fewer = shutil.copytree(tmp_path / "first", tmp_path / "fewer")
+    tree["lrattnres"]["model"]["layers"] = 2
+    (fewer / "config.json").write_text(json.dumps(tree))
+    with pytest.raises(FolderError, match=r"has no place for sublayers\.4\."):
+        converted(fewer, tmp_path / "second", "model.residual=delta")
+    weights = tmp_path / "first" / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(FolderError, match="damaged: its SHA-256"):
+        converted(tmp_path / "first", tmp_path / "second", "model.residual=delta")
+    assert not (tmp_path / "second").exists()
+
+
 def test_older_files_name_the_rotary_embedding_otherwise(models, tmp_path: Path) -> None:
     folder, tokens, expected = models["llama"]
     old = {key: value for key, value in LLAMA3.items() if key not in ("rope_theta", "rope_type")} | {"type": "llama3"}

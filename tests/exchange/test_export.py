@@ -10,11 +10,12 @@ import torch
 import lrattnres
 from lrattnres.config import ConfigError, EvalConfig, parse
 from lrattnres.entry import settings
-from lrattnres.evaluation.run import evaluate_run
+from lrattnres.evaluation.run import Evaluation, _say_what_goes, evaluate_run
 from lrattnres.exchange.config import ExportConfig
-from lrattnres.exchange.export import export_run
-from lrattnres.exchange.folder import FolderError
+from lrattnres.exchange.export import _ends, export_run
+from lrattnres.exchange.folder import FolderError, figures
 from lrattnres.runs.checkpoint import Checkpoints
+from lrattnres.runs.folder import RunFolder
 from tests.test_cli import run
 
 
@@ -43,9 +44,37 @@ def test_an_exported_model_has_the_runs_loss(trained: Path, exported: Path) -> N
     assert after["val_loss"] == pytest.approx(before["val_loss"], abs=1e-6) and after["val_tokens"] == 500
     with pytest.raises(ConfigError, match=r"step=5: .* was exported at step 10"):
         evaluate_run(parse(EvalConfig, {"run": str(exported), "step": 5}))
+    with pytest.raises(ConfigError, match="threads=0: must be at least 1"):
+        evaluate_run(parse(EvalConfig, {"run": str(exported), "threads": 0}))
     card = (exported / "README.md").read_text()
     assert f"{before['val_loss']:.6g}" in card and "p_lr" in card
     assert len({path.stat().st_mode for path in exported.iterdir() if path.is_file()}) == 1
+
+
+def test_figures_are_of_training_and_of_a_later_evaluation(tmp_path: Path) -> None:
+    (tmp_path / "evaluation").mkdir()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 9, "loss": 3}\n{"step": 10, "loss": 2, "tokens": 7, "val_loss": 2.5}\n')
+    assert figures(tmp_path, 10) == {"step": 10, "loss": 2, "tokens": 7, "val_loss": 2.5}
+    (tmp_path / "evaluation" / "step_000010.json").write_text('{"step": 10, "val_loss": 2.25}')
+    assert figures(tmp_path, 10) == {"step": 10, "loss": 2, "tokens": 7, "val_loss": 2.25}
+    assert figures(tmp_path, 11) == {}
+
+
+def test_a_text_ends_where_training_ended_it_and_where_the_given_model_does(tmp_path: Path) -> None:
+    for said, ends in ((None, 3), (3, 3), (5, [3, 5]), ([5, 3, 4], [3, 4, 5])):
+        (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": said}))
+        assert _ends(tmp_path, 3) == ends
+    assert _ends(None, 256) == 256
+
+
+def test_what_an_evaluation_replaces_is_said(tmp_path: Path) -> None:
+    said: list[str] = []
+    for tokens in (None, 300, 300, 500):
+        diagnostics = None if tokens is None else {"tokens": tokens}
+        result = Evaluation(RunFolder(tmp_path), 10, True, {"step": 10}, diagnostics)
+        _say_what_goes(result, said.append)
+        result.write()
+    assert said == [f"{tmp_path}/evaluation/step_000010.diagnostics.json: replaced; before: tokens 300"]
 
 
 def test_load_gives_the_weights_of_the_checkpoint(trained: Path, exported: Path) -> None:

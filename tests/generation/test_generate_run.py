@@ -115,6 +115,8 @@ def test_values_are_texts_and_numbers_of_yaml() -> None:
     config = settings(GenerateConfig, ["run=a=b", "prompt=[1, 2", "temperature=1e-1", "top_k=null", "lines=true", "stop=null"])
     assert (config.run, config.prompt, config.temperature, config.lines) == ("a=b", "[1, 2", 0.1, True)
     assert (config.top_k, config.stop) == (None, ["null"])
+    config = settings(GenerateConfig, ["run=x", "prompt=0010", "step=000200", "top_p=00.50", "seed=0", "tokens=010"])
+    assert (config.prompt, config.step, config.top_p, config.seed, config.tokens) == ("0010", 200, 0.5, 0, 10)
     assert "  temperature=1.0 " in manual(GenerateConfig, "x") and "  seed=0 " in manual(GenerateConfig, "x")
 
 

@@ -68,7 +68,7 @@ def look(trained, *words: str, standard_input: str = ""):
 
 
 def test_what_is_written(trained, tmp_path) -> None:
-    text = "the $router$\n\té"
+    text = "the $router$\r\n\té"
     out = look(trained, "text=-", f"out={tmp_path}/look", standard_input=text)
     record = json.loads((out / "reads.json").read_text())
     run = load_run(EvalConfig(str(trained)), print)
@@ -82,7 +82,7 @@ def test_what_is_written(trained, tmp_path) -> None:
         torch.testing.assert_close(torch.tensor(site["weights"]), found[site["site"]], rtol=0, atol=1e-6)
     assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in ("tokens.png", "sites.png"))
     file = tmp_path / "text.txt"
-    file.write_text(text)
+    file.write_bytes(text.encode())
     again = look(trained, f"file={file}", "sites=2,head", "first=3", "shown=5")
     assert again == trained / "inspection" and json.loads((again / "reads.json").read_text()) == record
 

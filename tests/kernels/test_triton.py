@@ -171,16 +171,29 @@ def test_the_operators_keep_the_rules_of_torch() -> None:
     ("values", "keys", "message"),
     [
         ([torch.zeros(2, 8).half()], None, "it takes float32 and bfloat16.*write kernels="),
-        ([torch.zeros(2, 8), torch.zeros(3, 8)], None, r"values: \(3, 8\)"),
         ([torch.zeros(2, 8), torch.zeros(2, 8).bfloat16()], None, "bfloat16"),
-        ([torch.zeros(2, 3)], None, "queries of width 4.*between 1 and 3"),
-        ([torch.zeros(2, 8)], [torch.zeros(2, 5)], r"keys: \(2, 5\)"),
-        ([torch.zeros(2, 8)], [], "write one query"),
     ],
 )
 def test_what_the_kernels_do_not_take_is_refused(values, keys, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         depth_attention(torch.zeros(4), values, keys, kernels="triton")
+
+
+@pytest.mark.parametrize("kernels", [*KERNELS, "auto"])
+@pytest.mark.parametrize(
+    ("values", "keys", "message"),
+    [
+        ([torch.zeros(2, 8), torch.zeros(3, 8)], None, r"values: \(3, 8\)"),
+        ([torch.zeros(2, 8), torch.zeros(1, 8)], None, r"values: \(1, 8\)"),  # torch would broadcast it
+        ([torch.zeros(2, 3)], None, "queries of width 4.*between 1 and 3"),
+        ([torch.zeros(())], None, "queries of width 4.*between 1 and 0"),
+        ([torch.zeros(2, 8)], [torch.zeros(2, 5)], r"keys: \(2, 5\)"),
+        ([torch.zeros(2, 8)], [], "write one query"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused_by_every_backend(values, keys, message: str, kernels: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        depth_attention(torch.zeros(4), values, keys, kernels=kernels)
 
 
 def test_without_gpu_and_interpreter_triton_is_refused_and_auto_is_torch() -> None:

@@ -14,9 +14,9 @@ from tests.model import test_transformer
 SEPARATOR = 30
 
 
-def make(config) -> Transformer:
+def make(config, dtype: torch.dtype = torch.float32) -> Transformer:
     """Half as steep as over there: ten sub-layers that amplify rounding leave little of 1e-5."""
-    model = test_transformer.make(config)
+    model = test_transformer.make(config, dtype)
     for parameter in model.parameters():
         parameter.mul_(0.5)
     return model
@@ -46,6 +46,18 @@ def test_token_by_token_equals_the_whole_window(tiny_model_config, residual, rou
     cache = decoder.cache(3)
     found = torch.cat([decoder.head(decoder.feed(cache, column)) for column in tokens.split(1, dim=1)], dim=1)
     torch.testing.assert_close(found, whole(model, tokens), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("residual", "blocks"), [("s_lr", 4), ("delta", None)])
+def test_in_bfloat16_a_whole_model_decodes_to_its_rounding(tiny_model_config, residual, blocks) -> None:
+    model = make(tiny_model_config(residual=residual, blocks=blocks, layers=5, context=24), dtype=torch.bfloat16)
+    decoder, tokens = Decoder(model, SEPARATOR), drawn(3, 24)
+    cache = decoder.cache(3)
+    pieces = tokens.split([9, *[1] * 15], dim=1)
+    found = torch.cat([decoder.head(decoder.feed(cache, piece)) for piece in pieces], dim=1).float()
+    expected = whole(model, tokens).float()
+    assert all(keys.dtype is torch.bfloat16 for keys, _ in cache.layers.values())
+    assert (found - expected).norm() < 2e-2 * expected.norm()
 
 
 PRETRAINED = {

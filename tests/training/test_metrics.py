@@ -21,6 +21,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from lrattnres.config import LoggerConfig, LoggerName, parse
+from lrattnres.entry import REFUSED, attempt
 from lrattnres.runs.folder import RunFolder
 from lrattnres.runs.metrics import MetricsError, MetricsFile
 from lrattnres.training import sinks
@@ -96,6 +97,7 @@ def test_any_other_fault_is_named_and_nothing_is_dropped(tmp_path: Path, line: b
         with pytest.raises(MetricsError, match=r"metrics\.jsonl, line 2"):
             fails()
     assert path.read_bytes() == content
+    assert attempt(lambda: bool(MetricsFile.read(path)))[0] == REFUSED
 
 
 def test_records_that_are_none(tmp_path: Path) -> None:
