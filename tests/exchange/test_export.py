@@ -48,7 +48,8 @@ def test_an_exported_model_has_the_runs_loss(trained: Path, exported: Path) -> N
         evaluate_run(parse(EvalConfig, {"run": str(exported), "threads": 0}))
     card = (exported / "README.md").read_text()
     assert f"{before['val_loss']:.6g}" in card and "p_lr" in card
-    assert len({path.stat().st_mode for path in exported.iterdir() if path.is_file()}) == 1
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in exported.iterdir() if path.is_file()}
+    assert len(set(modes.values())) == 1, modes
 
 
 def test_figures_are_of_training_and_of_a_later_evaluation(tmp_path: Path) -> None:
