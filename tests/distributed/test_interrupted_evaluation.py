@@ -21,7 +21,7 @@ class Signalling:
     """A dataset that sends its process a SIGTERM with the third batch of its evaluation number `evaluation`, from 1."""
 
     def __init__(self, dataset, evaluation: int):
-        self._dataset, self._left = dataset, evaluation
+        self._dataset, self._left, self.heard_late = dataset, evaluation, False
 
     def __getattr__(self, name: str):
         return getattr(self._dataset, name)
@@ -31,6 +31,7 @@ class Signalling:
         for number, window in enumerate(self._dataset.held_out_windows(tokens, batch), start=1):
             if self._left == 0 and number == 3:
                 os.kill(os.getpid(), signal.SIGTERM)
+            self.heard_late |= self._left < 0 or (self._left == 0 and number > 4)  # the two ranks' next batches
             yield window
 
 
@@ -49,6 +50,7 @@ def cut_and_continue(rank: int, settings: list[str], folder: Path, evaluation: i
     if rank == first.ranks.world - 1:
         first.dataset = Signalling(first.dataset, evaluation)
     assert not first.fit() and first.progress.step == at and first.stopped_by == signal.SIGTERM
+    assert not getattr(first.dataset, "heard_late", False)
     assert first.records[-1]["step"] == at - 1
 
     again = trainer_of(settings, folder)  # interrupted where it begins: in that same evaluation
