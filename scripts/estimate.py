@@ -19,6 +19,7 @@ from lrattnres.config import AC, Device, TrainConfig
 from lrattnres.depth.cost import cost
 from lrattnres.depth.router import VARIANTS
 from lrattnres.entry import REFUSED
+from lrattnres.training.machine import DATA_SHEETS
 from lrattnres.training.memory import GB, Memory, estimate_memory
 
 EFFICIENCY = 0.4  # of each peak
@@ -34,12 +35,12 @@ class Gpu(NamedTuple):
 
 
 GPUS = {
-    "A100": Gpu(312e12, 80e9, 2.0e12, 300e9),
-    "H100": Gpu(989e12, 80e9, 3.35e12, 450e9),
-    "H200": Gpu(989e12, 141e9, 4.8e12, 450e9),
-    "B200": Gpu(2250e12, 180e9, 8.0e12, 900e9),
-    "L40S": Gpu(362e12, 48e9, 0.864e12, 32e9),
-    "RTX4090": Gpu(165e12, 24e9, 1.008e12, 32e9),
+    "A100": Gpu(DATA_SHEETS["A100"], 80e9, 2.0e12, 300e9),
+    "H100": Gpu(DATA_SHEETS["H100"], 80e9, 3.35e12, 450e9),
+    "H200": Gpu(DATA_SHEETS["H200"], 141e9, 4.8e12, 450e9),
+    "B200": Gpu(DATA_SHEETS["B200"], 180e9, 8.0e12, 900e9),
+    "L40S": Gpu(DATA_SHEETS["L40S"], 48e9, 0.864e12, 32e9),
+    "RTX4090": Gpu(DATA_SHEETS["RTX 4090"], 24e9, 1.008e12, 32e9),
 }
 
 
