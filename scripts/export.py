@@ -7,11 +7,13 @@ import sys
 from lrattnres.entry import leave, settings
 from lrattnres.exchange.config import ExportConfig
 from lrattnres.exchange.export import export_run
+from lrattnres.exchange.folder import read_exported
 
 
 def run() -> bool:
     """One export, printed when it is done."""
-    print(f"{export_run(settings(ExportConfig, sys.argv[1:]))}: exported")
+    exported = read_exported(export_run(settings(ExportConfig, sys.argv[1:])))
+    print(f"{exported.path}: exported, the model of step {exported.step}")
     return True
 
 

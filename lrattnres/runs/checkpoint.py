@@ -170,7 +170,7 @@ class Checkpoints:
                 return self.at(step)
             except CheckpointError as fault:
                 self._passed_over.add(step)
-                report(f"{fault}; passed over")
+                report(f"{fault}; passed over (and renamed to {self._hidden(step, 'damaged').name} if training goes on)")
         return None
 
     def at(self, step: int) -> Checkpoint:
