@@ -260,7 +260,8 @@ def test_a_missing_and_a_damaged_shard_are_passed_over_by_all(tmp_path: Path) ->
     assert first == second and first[0] == 1
     assert first[1] == [
         f"{tmp_path}/step_000003/__1_0.distcp: missing; passed over (and renamed to .step_000003.damaged if training goes on)",
-        f"{shard}: damaged, its SHA-256 is not the one in manifest.json; passed over (and renamed to .step_000002.damaged if training goes on)",
+        f"{shard}: damaged, its SHA-256 is not the one in manifest.json; "
+        "passed over (and renamed to .step_000002.damaged if training goes on)",
     ]
 
 
