@@ -31,7 +31,7 @@ test-gpu: $(READY) ## the tests that need a CUDA device
 	$(TEST) -m gpu
 
 gpu-check: ## kernels on this GPU: correct, and how fast; needs torch and Triton only, takes some four minutes
-	$(PYTHON) scripts/gpu_check.py --json gpu-check.json
+	$(PYTHON) bench/gpu_check.py --json gpu-check.json
 
 check: $(READY) ## linter, formatter and type checker
 	$(BIN)/ruff check .

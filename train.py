@@ -11,8 +11,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from lrattnres.checks import resolve
 from lrattnres.config import ConfigError, TrainConfig, defaults, parse
+from lrattnres.config.checks import resolve
+from lrattnres.distributed.ranks import placement
 from lrattnres.entry import (
     folder_name,
     leave,
@@ -25,7 +26,6 @@ from lrattnres.entry import (
     take_part,
 )
 from lrattnres.exchange.folder import FolderError
-from lrattnres.ranks import placement
 from lrattnres.report.run import draw_training
 from lrattnres.training.run import train
 
@@ -59,7 +59,9 @@ def folder_of(tree: DictConfig) -> Path:
     try:
         name = configured(tree)[0].name
     except (ConfigError, FolderError):
-        name = folder_name("refused-" + "-".join(word.lstrip("+") for word in HydraConfig.get().overrides.task))
+        name = folder_name(
+            "refused-" + "-".join(word.lstrip("+") for word in HydraConfig.get().overrides.task)
+        )
     return Path(tree.runs) / name
 
 

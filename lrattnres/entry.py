@@ -19,9 +19,9 @@ from torch import distributed
 
 from lrattnres.config import ConfigError, TrainConfig, defaults, fields_of, flatten, parse, plain
 from lrattnres.data.errors import DataError, UnreadableError
-from lrattnres.depth.router import VARIANTS
+from lrattnres.distributed.ranks import Elsewhere, causes, network_failed, placement
 from lrattnres.exchange.folder import FolderError, read_exported
-from lrattnres.ranks import Elsewhere, causes, network_failed, placement
+from lrattnres.residual.router import VARIANTS
 from lrattnres.runs.checkpoint import CheckpointError
 from lrattnres.runs.folder import RunError
 from lrattnres.runs.metrics import MetricsError
@@ -76,7 +76,9 @@ def loosened(arguments: Iterable[str], configs: Path) -> list[str]:
     groups = {folder.name for folder in configs.iterdir() if folder.is_dir()}
     setting = re.compile(r"(?!hydra\.)([A-Za-z_][\w.]*)=")
     return [
-        "++" + _quoted(argument) if (match := setting.match(argument)) and match[1] not in groups else argument
+        "++" + _quoted(argument)
+        if (match := setting.match(argument)) and match[1] not in groups
+        else argument
         for argument in arguments
     ]
 
@@ -98,7 +100,9 @@ def settings(schema: type[T], arguments: Iterable[str]) -> T:
         key, equals, value = argument.partition("=")
         kind = leaves[key][0] if key in leaves else None
         if not equals:
-            faults.append(f"{argument}: must be key=value; put quotes around a text with spaces: key='two words'")
+            faults.append(
+                f"{argument}: must be key=value; put quotes around a text with spaces: key='two words'"
+            )
         elif kind == list[str]:
             texts.setdefault(key, []).append(value)
         elif key in tree or key in texts:
@@ -106,10 +110,17 @@ def settings(schema: type[T], arguments: Iterable[str]) -> T:
         elif str in getattr(kind, "__args__", (kind,)):
             texts[key] = None if value == "null" and kind is not str else value
         else:
-            value = re.sub(r"^([+-]?)0+(?=\d)", r"\1", value)  # which YAML would take as octal: step_000200 has step=000200
-            tree[key] = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False)["value"]  # type: ignore[call-overload, index]
+            value = re.sub(
+                r"^([+-]?)0+(?=\d)", r"\1", value
+            )  # which YAML would take as octal: step_000200 has step=000200
+            tree[key] = OmegaConf.to_container(
+                OmegaConf.from_dotlist([f"value={value}"]), resolve=False
+            )["value"]  # type: ignore[call-overload, index]
     try:
-        config = parse(schema, tree | {key: [] if isinstance(text, list) else "" for key, text in texts.items()})
+        config = parse(
+            schema,
+            tree | {key: [] if isinstance(text, list) else "" for key, text in texts.items()},
+        )
     except ConfigError as fault:
         raise ConfigError(faults + fault.faults) from None
     if faults:
@@ -125,8 +136,18 @@ def manual(schema: type, usage: str) -> str:
     values, lines = flatten(defaults(schema)), []
     for key, (kind, metadata) in fields_of(schema).items():
         value = values[key]
-        usual = "…" if value == MISSING or kind == list[str] else "null" if value is None else str(value)
-        lines.append(f"  {key}={usual.lower() if isinstance(value, bool) else usual}".ljust(24) + " " + metadata["help"])
+        usual = (
+            "…"
+            if value == MISSING or kind == list[str]
+            else "null"
+            if value is None
+            else str(value)
+        )
+        lines.append(
+            f"  {key}={usual.lower() if isinstance(value, bool) else usual}".ljust(24)
+            + " "
+            + metadata["help"]
+        )
     return "\n".join([usage, "", *lines])
 
 
@@ -136,18 +157,28 @@ def started_from(values: dict[str, Any], overrides: Iterable[str]) -> dict[str, 
     if initial is None:
         return values
     if initial == "???":
-        raise ConfigError(["initial: not set; write initial=DIR, a folder made by scripts/export.py or scripts/convert.py"])
+        raise ConfigError(
+            [
+                "initial: not set; write initial=DIR, a folder made by scripts/export.py or scripts/convert.py"
+            ]
+        )
     exported, faults = read_exported(Path(initial)), []
     for word in overrides:
         if re.match(r"[+~]*(model(\.[\w.]+)?|table1)(=|$)", word):
-            faults.append(f"{word.lstrip('+')}: initial={initial} decides the model; scripts/convert.py makes another of it")
+            faults.append(
+                f"{word.lstrip('+')}: initial={initial} decides the model; scripts/convert.py makes another of it"
+            )
     name = values["tokenizer"]["name"]
     if exported.tokenizer is None and exported.separator is None:
         faults.append(
             f"initial={initial}: no token opens a text; set bos_token_id in config.json of the source, and convert again"
         )
     elif exported.tokenizer is None:  # it has one of its own
-        values["tokenizer"] |= {"name": "pretrained", "path": str(initial), "separator": exported.separator}
+        values["tokenizer"] |= {
+            "name": "pretrained",
+            "path": str(initial),
+            "separator": exported.separator,
+        }
         faults += [
             f"{word.lstrip('+')}: initial={initial} has a tokenizer of its own; leave it out"
             for word in overrides
@@ -185,11 +216,15 @@ def take_part(folder: Path, run: Callable[[], bool]) -> None:
     if first:
         state = {FINISHED: "finished", STOPPED: "stopped", REFUSED: "refused"}.get(code, "failed")
         write_status(folder, state, fault)
-    alone = code == FAULT and distributed.is_initialized()  # perhaps of this rank only: the others are in the run still
+    alone = (
+        code == FAULT and distributed.is_initialized()
+    )  # perhaps of this rank only: the others are in the run still
     if code == STOPPED or alone or network_failed(fault):
         _end(code)
     if code != FINISHED:
-        raise MemberFailed(f"{folder}: exit code {code}; see failure.txt there, and sweep.csv beside it") from None
+        raise MemberFailed(
+            f"{folder}: exit code {code}; see failure.txt there, and sweep.csv beside it"
+        ) from None
 
 
 def attempt(run: Callable[[], bool]) -> tuple[int, Exception | None]:
@@ -199,8 +234,19 @@ def attempt(run: Callable[[], bool]) -> tuple[int, Exception | None]:
     except UnreadableError as failure:
         print(f"unreadable: {failure}", file=sys.stderr)
         return UNREADABLE, failure
-    except (ConfigError, DataError, RunError, CheckpointError, FolderError, MetricsError) as refusal:
-        heading = "the configuration is not possible:\n" if isinstance(refusal, ConfigError) else "refused: "
+    except (
+        ConfigError,
+        DataError,
+        RunError,
+        CheckpointError,
+        FolderError,
+        MetricsError,
+    ) as refusal:
+        heading = (
+            "the configuration is not possible:\n"
+            if isinstance(refusal, ConfigError)
+            else "refused: "
+        )
         print(f"{heading}{refusal}", file=sys.stderr)
         return (BROKEN_OFF if network_failed(refusal) else REFUSED), refusal
     except TrainingError as failure:
@@ -211,7 +257,10 @@ def attempt(run: Callable[[], bool]) -> tuple[int, Exception | None]:
     except Exception as fault:
         if network_failed(fault):
             first_line = str(fault).partition("\n")[0]
-            print(f"broken off: a rank is gone, or too slow; the same command goes on ({first_line})", file=sys.stderr)
+            print(
+                f"broken off: a rank is gone, or too slow; the same command goes on ({first_line})",
+                file=sys.stderr,
+            )
             return BROKEN_OFF, fault
         traceback.print_exc()
         return FAULT, fault
@@ -236,18 +285,29 @@ def refuse_early(arguments: Iterable[str]) -> None:
         return
     faults = []
     if importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher") is None:
-        faults.append("cluster=slurm: needs the package hydra-submitit-launcher; `pip install lrattnres[slurm]`")
+        faults.append(
+            "cluster=slurm: needs the package hydra-submitit-launcher; `pip install lrattnres[slurm]`"
+        )
     if not {"-m", "--multirun"} & set(arguments):
-        faults.append("cluster=slurm: submits the runs of a sweep; write `python train.py -m …`, even for a sweep of one")
+        faults.append(
+            "cluster=slurm: submits the runs of a sweep; write `python train.py -m …`, even for a sweep of one"
+        )
     if faults:
-        print("the configuration is not possible:\n" + "\n".join(f"  - {fault}" for fault in faults), file=sys.stderr)
+        print(
+            "the configuration is not possible:\n" + "\n".join(f"  - {fault}" for fault in faults),
+            file=sys.stderr,
+        )
         sys.exit(REFUSED)
 
 
 def of_paper(row: str, config: TrainConfig) -> str:
     """A line that says what a row of the paper's Table 1 is at this width."""
     rank, dim = config.model.rank, config.model.dim
-    width = f"rank {rank} of {dim} dimensions, as {rank * PAPER_WIDTH / dim:g} of {PAPER_WIDTH}" if rank else "no rank"
+    width = (
+        f"rank {rank} of {dim} dimensions, as {rank * PAPER_WIDTH / dim:g} of {PAPER_WIDTH}"
+        if rank
+        else "no rank"
+    )
     return f"table1={row}: {width}"
 
 
@@ -273,7 +333,9 @@ def run_name(experiment: str, config: TrainConfig, overrides: Iterable[str]) -> 
         "model.blocks",
         "model.rank",
     }
-    ignored |= {key for key, (_, metadata) in fields_of(TrainConfig).items() if metadata["may_change"]}
+    ignored |= {
+        key for key, (_, metadata) in fields_of(TrainConfig).items() if metadata["may_change"]
+    }
     choices = dict(override.lstrip("+~").partition("=")[::2] for override in overrides)
     parts += [f"{key}={choices[key]}" for key in sorted(choices) if key not in ignored]
     return folder_name("-".join(parts))
@@ -282,4 +344,8 @@ def run_name(experiment: str, config: TrainConfig, overrides: Iterable[str]) -> 
 def folder_name(text: str) -> str:
     """`text` as the name of a folder, not too long, and another for another text."""
     name = re.sub(r"[^\w.=+-]", "_", text)
-    return name if len(name) <= 150 else f"{name[:130]}-{blake2b(name.encode(), digest_size=8).hexdigest()}"
+    return (
+        name
+        if len(name) <= 150
+        else f"{name[:130]}-{blake2b(name.encode(), digest_size=8).hexdigest()}"
+    )

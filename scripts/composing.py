@@ -10,8 +10,8 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 
-from lrattnres.checks import resolve
 from lrattnres.config import ConfigError, TrainConfig, defaults, parse
+from lrattnres.config.checks import resolve
 from lrattnres.entry import REFUSED, loosened, plain_settings, started_from
 from lrattnres.exchange.folder import FolderError
 

@@ -7,9 +7,16 @@ from pathlib import Path
 
 from omegaconf import MISSING
 
-from lrattnres.config import EvalConfig, TokenizeConfig, TrainConfig, defaults, expected, fields_of, flatten
-from lrattnres.exchange.config import ConvertConfig, ExportConfig
-from lrattnres.use_config import GenerateConfig, InspectConfig
+from lrattnres.config import (
+    EvalConfig,
+    TokenizeConfig,
+    TrainConfig,
+    defaults,
+    expected,
+    fields_of,
+    flatten,
+)
+from lrattnres.config.commands import ConvertConfig, ExportConfig, GenerateConfig, InspectConfig
 
 
 def table(schema: type) -> str:
@@ -18,7 +25,15 @@ def table(schema: type) -> str:
     rows = ["| key | values | default | meaning |", "| --- | --- | --- | --- |"]
     for key, (kind, metadata) in fields_of(schema).items():
         value = values[key]
-        shown = "" if value == MISSING else "null" if value is None else str(value).lower() if isinstance(value, bool) else value
+        shown = (
+            ""
+            if value == MISSING
+            else "null"
+            if value is None
+            else str(value).lower()
+            if isinstance(value, bool)
+            else value
+        )
         mark = " *" if metadata["may_change"] else ""
         rows.append(f"| `{key}`{mark} | {expected(kind)} | {shown} | {metadata['help']} |")
     return "\n".join(rows)
@@ -48,7 +63,7 @@ marked * may change when a run is continued; with any other change the run folde
 
 {table(GenerateConfig)}
 
-## scripts/inspect.py
+## scripts/inspect_text.py
 
 {table(InspectConfig)}
 

@@ -1,7 +1,7 @@
 """What depth routing costs, before anything is trained: `python scripts/cost.py [settings of train.py]`, one configuration;
 with `grid=table1` every row of the paper's Table 1, at the size of those settings.
 
-Counted from the plan (lrattnres/depth/cost.py): multiply-adds and the source cache a token, parameters of the whole model.
+Counted from the plan (lrattnres/residual/cost.py): multiply-adds and the source cache a token, parameters of the whole model.
 Percentages are of the plain transformer without embedding and head, as in the paper.
 """
 
@@ -11,13 +11,24 @@ import sys
 
 from composing import TABLE1, composed
 
-from lrattnres.checks import DTYPES
 from lrattnres.config import TrainConfig
-from lrattnres.depth.cost import Cost, cost
-from lrattnres.depth.router import VARIANTS
+from lrattnres.config.checks import DTYPES
 from lrattnres.entry import REFUSED
+from lrattnres.residual.cost import Cost, cost
+from lrattnres.residual.router import VARIANTS
 
-HEADS = ("row", "residual", "N", "r", "added FLOPs", "reads", "projections", "parameters", "added", "source cache")
+HEADS = (
+    "row",
+    "residual",
+    "N",
+    "r",
+    "added FLOPs",
+    "reads",
+    "projections",
+    "parameters",
+    "added",
+    "source cache",
+)
 
 
 def priced(config: TrainConfig) -> tuple[Cost, int]:
@@ -29,7 +40,13 @@ def priced(config: TrainConfig) -> tuple[Cost, int]:
 def description(config: TrainConfig) -> str:
     """One configuration, a line a figure."""
     model, (price, cached) = config.model, priced(config)
-    blocks = "" if price.cache == 0 else f", {model.blocks} blocks" if model.blocks else ", every sub-layer a source"
+    blocks = (
+        ""
+        if price.cache == 0
+        else f", {model.blocks} blocks"
+        if model.blocks
+        else ", every sub-layer a source"
+    )
     rank = f", rank {model.rank}" if model.rank else ""
     facts = {
         "model": f"{model.layers} blocks of width {model.dim}, {model.residual}{blocks}{rank}",
@@ -51,7 +68,15 @@ def row(name: str, config: TrainConfig) -> tuple[str, ...]:
     blocks = "" if price.cache == 0 else str(model.blocks or "full")
     share = [f"{100 * part / price.core:.4f}%" for part in (price.routing, price.projection)]
     counts = (f"{price.model_parameters:,}", f"{price.parameters:,}", f"{cached:,} B")
-    return (name[:2], model.residual, blocks, str(model.rank or ""), f"{price.added_percent:.4f}%", *share, *counts)
+    return (
+        name[:2],
+        model.residual,
+        blocks,
+        str(model.rank or ""),
+        f"{price.added_percent:.4f}%",
+        *share,
+        *counts,
+    )
 
 
 def main() -> None:
@@ -61,15 +86,25 @@ def main() -> None:
         print(f"grid={','.join(grid)}: write grid=table1, or leave it out", file=sys.stderr)
         sys.exit(REFUSED)
     fixed = [
-        word for word in settings if grid and word.lstrip("+").startswith(("model.residual=", "model.rank=", "model.blocks="))
+        word
+        for word in settings
+        if grid and word.lstrip("+").startswith(("model.residual=", "model.rank=", "model.blocks="))
     ]
     if fixed:
-        print(f"{', '.join(fixed)}: the rows of the grid decide that; leave it out", file=sys.stderr)
+        print(
+            f"{', '.join(fixed)}: the rows of the grid decide that; leave it out", file=sys.stderr
+        )
         sys.exit(REFUSED)
     if not grid:
         print(description(composed(settings, name="cost", device="cpu")))
         return
-    rows = [HEADS, *(row(name, composed([*settings, f"+table1={name}"], name="cost", device="cpu")) for name in TABLE1)]
+    rows = [
+        HEADS,
+        *(
+            row(name, composed([*settings, f"+table1={name}"], name="cost", device="cpu"))
+            for name in TABLE1
+        ),
+    ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for cells in rows:
         print("  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)))

@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 from composing import composed
 
-from lrattnres.checks import DTYPES
 from lrattnres.config import AC, Device, TrainConfig
-from lrattnres.depth.cost import cost
-from lrattnres.depth.router import VARIANTS
+from lrattnres.config.checks import DTYPES
 from lrattnres.entry import REFUSED
+from lrattnres.residual.cost import cost
+from lrattnres.residual.router import VARIANTS
 from lrattnres.training.machine import DATA_SHEETS
 from lrattnres.training.memory import GB, Memory, estimate_memory
 
@@ -51,10 +51,14 @@ def seconds(config: TrainConfig, gpu: Gpu, gpus: int) -> float:
     again = 1.0 if config.ac is AC.none else 4 / 3  # a second forward pass
     arithmetic = price.training_flops * again * tokens / gpu.flops
     size = DTYPES[config.precision].itemsize
-    depth = 3 * again * price.routing * size * tokens / gpu.bandwidth  # every source read once a pass
+    depth = (
+        3 * again * price.routing * size * tokens / gpu.bandwidth
+    )  # every source read once a pass
     weights = price.model_parameters
     passes = -(-config.global_batch // (gpus * config.micro_batch))
-    sent = weights * passes * (2 * size + 4) * (gpus - 1) / gpus if gpus > 1 else 0  # gathered twice, reduced in float32
+    sent = (
+        weights * passes * (2 * size + 4) * (gpus - 1) / gpus if gpus > 1 else 0
+    )  # gathered twice, reduced in float32
     return (max(arithmetic, sent / gpu.link) + depth) / EFFICIENCY
 
 
@@ -67,13 +71,24 @@ def lines(config: TrainConfig, name: str, gpus: int) -> list[str]:
         memory = estimate_memory(chosen, gpus)
         parts = [f"{getattr(memory, head) / GB:.2f}" for head in heads]
         fits = "yes" if memory.total <= 0.95 * gpu.memory else "no"
-        rows.append((ac.name, *parts, f"{memory.total / GB:.2f}", fits, f"{seconds(chosen, gpu, gpus):.3g} s"))
+        rows.append(
+            (
+                ac.name,
+                *parts,
+                f"{memory.total / GB:.2f}",
+                fits,
+                f"{seconds(chosen, gpu, gpus):.3g} s",
+            )
+        )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     price = cost(config.model, VARIANTS[config.model.residual].keys)
     return [
         f"{gpus} x {name} ({gpu.memory / GB:.0f} GB), {price.training_flops * config.global_batch * config.model.context:.3g} "
         f"FLOPs a step of {config.global_batch} x {config.model.context} tokens, micro-batch {config.micro_batch}; GB a GPU:",
-        *("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows),
+        *(
+            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+            for row in rows
+        ),
         f"steps: {config.steps:,}; time at {EFFICIENCY:.0%} of the peaks; sources are part of the activations",
     ]
 
@@ -83,9 +98,15 @@ def main() -> None:
     settings = [word for word in sys.argv[1:] if not word.startswith(("gpu=", "gpus="))]
     name, gpus = own.get("gpu", "H100"), own.get("gpus", "1")
     if name not in GPUS or not gpus.isdigit() or gpus == "0":
-        print(f"gpu={name} gpus={gpus}: write one of {', '.join(GPUS)}, and a number", file=sys.stderr)
+        print(
+            f"gpu={name} gpus={gpus}: write one of {', '.join(GPUS)}, and a number", file=sys.stderr
+        )
         sys.exit(REFUSED)
-    os.environ |= {"RANK": "0", "WORLD_SIZE": gpus, "LOCAL_RANK": "0"}  # what is checked is one of so many processes
+    os.environ |= {
+        "RANK": "0",
+        "WORLD_SIZE": gpus,
+        "LOCAL_RANK": "0",
+    }  # what is checked is one of so many processes
     config = composed(settings, name="estimate", device="cpu")
     print("\n".join(lines(dataclasses.replace(config, device=Device.cuda), name, int(gpus))))
 

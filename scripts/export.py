@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from lrattnres.config.commands import ExportConfig
 from lrattnres.entry import leave, settings
-from lrattnres.exchange.config import ExportConfig
 from lrattnres.exchange.export import export_run
 from lrattnres.exchange.folder import read_exported
 

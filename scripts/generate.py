@@ -6,9 +6,9 @@ import signal
 import sys
 from typing import TextIO
 
+from lrattnres.config.commands import GenerateConfig
 from lrattnres.entry import leave, manual, settings
 from lrattnres.generation.run import generate_run
-from lrattnres.use_config import GenerateConfig
 
 INTERRUPTED = 128 + signal.SIGINT
 
@@ -26,7 +26,9 @@ def _utf8(stream: TextIO) -> TextIO:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader that leaves ends us, as it ends any filter, without a word
+    signal.signal(
+        signal.SIGPIPE, signal.SIG_DFL
+    )  # a reader that leaves ends us, as it ends any filter, without a word
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(manual(GenerateConfig, __doc__))
         sys.exit()

@@ -30,13 +30,17 @@ class Printed:
         return [JobReturn(status=JobStatus.COMPLETED)]
 
 
-def print_jobs(executor: submitit.AutoExecutor, launcher: Any, overrides: list[list[str]], *rest: Any) -> list[Printed]:
+def print_jobs(
+    executor: submitit.AutoExecutor, launcher: Any, overrides: list[list[str]], *rest: Any
+) -> list[Printed]:
     """In the place of `AutoExecutor.map_array`."""
     slurm: Any = executor._executor
     slurm.parameters["map_count"] = len(overrides)
     print(slurm._make_submission_file_text(slurm._submitit_command_str, "not submitted"))
     for number, settings in enumerate(overrides):
-        print(f"{number}: python train.py {' '.join(setting.removeprefix('++') for setting in filter_overrides(settings))}")
+        print(
+            f"{number}: python train.py {' '.join(setting.removeprefix('++') for setting in filter_overrides(settings))}"
+        )
     print(f"{len(overrides)} jobs, none of them submitted")
     return [Printed() for _ in overrides]
 
@@ -44,9 +48,18 @@ def print_jobs(executor: submitit.AutoExecutor, launcher: Any, overrides: list[l
 def main() -> None:
     SlurmExecutor.affinity = classmethod(lambda cls: 2)  # type: ignore[method-assign,assignment]
     submitit.AutoExecutor.map_array = print_jobs  # type: ignore[method-assign,assignment]
-    settings = loosened((word for word in sys.argv[1:] if word not in ("-m", "--multirun", "cluster=slurm")), train.CONFIGS)
+    settings = loosened(
+        (word for word in sys.argv[1:] if word not in ("-m", "--multirun", "cluster=slurm")),
+        train.CONFIGS,
+    )
     with tempfile.TemporaryDirectory() as folder:
-        sys.argv[1:] = [f"--config-path={train.CONFIGS}", "-m", *settings, "cluster=slurm", f"hydra.sweep.dir={folder}"]
+        sys.argv[1:] = [
+            f"--config-path={train.CONFIGS}",
+            "-m",
+            *settings,
+            "cluster=slurm",
+            f"hydra.sweep.dir={folder}",
+        ]
         train.main()
 
 

@@ -19,9 +19,9 @@ from typing import NamedTuple
 from composing import ROOT, TABLE1, composed
 
 from lrattnres.config import TrainConfig
-from lrattnres.depth.cost import cost
-from lrattnres.depth.router import VARIANTS
 from lrattnres.entry import REFUSED, run_name
+from lrattnres.residual.cost import cost
+from lrattnres.residual.router import VARIANTS
 from lrattnres.runs.checkpoint import Checkpoints
 from lrattnres.runs.folder import RunFolder
 from lrattnres.runs.metrics import MetricsFile
@@ -52,9 +52,14 @@ class Member(NamedTuple):
         times = -(-config.steps // every) - self.done // every
         passes = times * evaluation.tokens
         if evaluation.diagnostics_every:
-            times = -(-config.steps // evaluation.diagnostics_every) - self.done // evaluation.diagnostics_every
+            times = (
+                -(-config.steps // evaluation.diagnostics_every)
+                - self.done // evaluation.diagnostics_every
+            )
             passes += times * evaluation.diagnostics_tokens * PROBED
-        return (config.steps - self.done) * config.global_batch * config.model.context + passes * FORWARD
+        return (
+            config.steps - self.done
+        ) * config.global_batch * config.model.context + passes * FORWARD
 
 
 def member(settings: list[str], row: str, *seed: str) -> Member:
@@ -65,7 +70,9 @@ def member(settings: list[str], row: str, *seed: str) -> Member:
     folder = RunFolder(Path(config.runs) / config.name)
     saved = Checkpoints(folder.checkpoints_path).steps() if folder.checkpoints_path.is_dir() else []
     done = config.steps if folder.finished() else min(max(saved, default=0), config.steps - 1)
-    return Member(row, config, cost(config.model, VARIANTS[config.model.residual].keys).routing, done)
+    return Member(
+        row, config, cost(config.model, VARIANTS[config.model.residual].keys).routing, done
+    )
 
 
 def seconds_a_token(settings: list[str], row: str) -> float:
@@ -73,14 +80,25 @@ def seconds_a_token(settings: list[str], row: str) -> float:
     with tempfile.TemporaryDirectory(prefix="lrattnres-table1-") as folder:
         short = [f"steps={STEPS}", "name=timing", f"runs={folder}", f"checkpoint.every={STEPS}"]
         short += ["evaluation.every=null", "evaluation.diagnostics_every=null"]
-        short += ["evaluation.tokens=1", "instruments.log=1", "instruments.depth=null", "logger=none"]
-        short += [f"optimizer.{name}=0" for name in ("warmup", "warmdown", "momentum_rise", "momentum_fall")]
+        short += [
+            "evaluation.tokens=1",
+            "instruments.log=1",
+            "instruments.depth=null",
+            "logger=none",
+        ]
+        short += [
+            f"optimizer.{name}=0"
+            for name in ("warmup", "warmdown", "momentum_rise", "momentum_fall")
+        ]
         command = [sys.executable, str(ROOT / "train.py"), *settings, f"+table1={row}", *short]
         ended = subprocess.run(command, capture_output=True, text=True)
         if ended.returncode:
             print(ended.stdout, ended.stderr, sep="\n", file=sys.stderr)
             sys.exit(ended.returncode)
-        rates = [record["tokens_per_second"] for record in MetricsFile.read(Path(folder) / "timing" / "metrics.jsonl")]
+        rates = [
+            record["tokens_per_second"]
+            for record in MetricsFile.read(Path(folder) / "timing" / "metrics.jsonl")
+        ]
     return 1 / statistics.median(rates[1:])
 
 
@@ -96,7 +114,9 @@ def forecast(members: list[Member], settings: list[str]) -> str:
     slope = (high - low) / (ends[1].reads - ends[0].reads)
     total = sum(member.tokens * (low + slope * (member.reads - ends[0].reads)) for member in left)
     batch = members[0].config.global_batch * members[0].config.model.context
-    timed = ", ".join(f"{end.row} {a_token * batch:.3g} s" for end, a_token in zip(ends, (low, high), strict=True))
+    timed = ", ".join(
+        f"{end.row} {a_token * batch:.3g} s" for end, a_token in zip(ends, (low, high), strict=True)
+    )
     return f"{counts}: about {timedelta(seconds=round(total))} to go (a step takes now: {timed})"
 
 
@@ -112,8 +132,15 @@ def main() -> None:
     plan_only = "plan=true" in sys.argv[1:]
     settings = [word for word in sys.argv[1:] if word != "plan=true"]
     for word in settings:
-        if word.lstrip("+").split("=")[0] in ("seed", "name", "table1") or "=" not in word or word.startswith("-"):
-            print(f"{word}: the grid sets rows, seeds and names by itself; leave it out", file=sys.stderr)
+        if (
+            word.lstrip("+").split("=")[0] in ("seed", "name", "table1")
+            or "=" not in word
+            or word.startswith("-")
+        ):
+            print(
+                f"{word}: the grid sets rows, seeds and names by itself; leave it out",
+                file=sys.stderr,
+            )
             sys.exit(REFUSED)
     members = [member(settings, row) for row in TABLE1]
     members += [member(settings, row, f"seed={seed}") for seed in SEEDS for row in SEEDED]

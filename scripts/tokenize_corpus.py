@@ -10,8 +10,8 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from lrattnres.checks import resolve_tokenize
 from lrattnres.config import TokenizeConfig, defaults, parse
+from lrattnres.config.checks import resolve_tokenize
 from lrattnres.data.tokenizing import tokenize_corpus
 from lrattnres.entry import leave, loosened
 

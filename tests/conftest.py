@@ -26,7 +26,15 @@ def tiny_model_config():
     """A function that makes a small ModelConfig; keyword arguments replace its values."""
 
     def make(**changes) -> ModelConfig:
-        values = {"residual": "s_lr", "rank": 4, "blocks": 3, "layers": 3, "dim": 16, "heads": 2, "mlp_width": 24}
+        values = {
+            "residual": "s_lr",
+            "rank": 4,
+            "blocks": 3,
+            "layers": 3,
+            "dim": 16,
+            "heads": 2,
+            "mlp_width": 24,
+        }
         return ModelConfig(**values | {"context": 12, "vocabulary": 31} | changes)
 
     return make
@@ -44,7 +52,10 @@ def texts(tmp_path_factory) -> Path:
     import random
 
     folder, choose = tmp_path_factory.mktemp("texts"), random.Random(0)
-    lines = [{"text": f"{i} " + " ".join(choose.choices(WORDS, k=choose.randint(5, 60)))} for i in range(400)]
+    lines = [
+        {"text": f"{i} " + " ".join(choose.choices(WORDS, k=choose.randint(5, 60)))}
+        for i in range(400)
+    ]
     (folder / "corpus.jsonl").write_text("\n".join(map(json.dumps, lines)))
     return folder
 
@@ -54,10 +65,34 @@ def tiny_run(texts: Path, tmp_path: Path):
     """A function that gives command-line settings of a small run in a folder of its own; arguments are added last."""
 
     def settings(*changes: str) -> list[str]:
-        model = ["model.layers=2", "model.dim=16", "model.heads=2", "model.mlp_width=24", "model.context=32"]
-        size = ["steps=40", "global_batch=8", "micro_batch=4", "model.rank=4", "model.blocks=2", "optimizer.warmup=4"]
-        often = ["checkpoint.every=5", "evaluation.every=20", "evaluation.tokens=500", "instruments.depth=10"]
-        place = ["data=files", f"data.root={texts}", f"data.cache={tmp_path}/cache", f"runs={tmp_path}/runs", "name=run"]
+        model = [
+            "model.layers=2",
+            "model.dim=16",
+            "model.heads=2",
+            "model.mlp_width=24",
+            "model.context=32",
+        ]
+        size = [
+            "steps=40",
+            "global_batch=8",
+            "micro_batch=4",
+            "model.rank=4",
+            "model.blocks=2",
+            "optimizer.warmup=4",
+        ]
+        often = [
+            "checkpoint.every=5",
+            "evaluation.every=20",
+            "evaluation.tokens=500",
+            "instruments.depth=10",
+        ]
+        place = [
+            "data=files",
+            f"data.root={texts}",
+            f"data.cache={tmp_path}/cache",
+            f"runs={tmp_path}/runs",
+            "name=run",
+        ]
         return ["experiment=demo", "threads=1", *model, *size, *often, *place, *changes]
 
     return settings

@@ -21,11 +21,16 @@ ABLATIONS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("residual", ["s_lr", "p_lr"])
 @pytest.mark.parametrize("ablation", ABLATIONS, ids=",".join)
-def test_an_ablation_trains_and_resumes_to_the_last_bit(tiny_run, tmp_path: Path, ablation: list[str], residual: str) -> None:
+def test_an_ablation_trains_and_resumes_to_the_last_bit(
+    tiny_run, tmp_path: Path, ablation: list[str], residual: str
+) -> None:
     chosen = [f"model.depth.{setting}" for setting in ablation]
     settings = tiny_run(f"model.residual={residual}", "steps=20", "evaluation.every=null", *chosen)
     output = run("train.py", *settings, "name=straight")
-    assert all(setting in output for setting in chosen) and "reference, chosen by kernels=auto" in output
+    assert (
+        all(setting in output for setting in chosen)
+        and "reference, chosen by kernels=auto" in output
+    )
     cut = tmp_path / "runs" / "cut"
     process = start("train.py", *settings, "name=cut")
     wait_for_step(process, cut / "metrics.jsonl", 7)

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lrattnres.checks import resolve
 from lrattnres.config import CorpusName, DataConfig, TokenizeConfig, TokenizerConfig, TokenizerName
+from lrattnres.config.checks import resolve
 from lrattnres.data.dataset import open_dataset
 from lrattnres.data.errors import DataError
 from lrattnres.data.tokenizing import tokenize_corpus
@@ -16,10 +16,24 @@ from lrattnres.runs.checkpoint import Checkpoints
 from lrattnres.runs.metrics import MetricsFile
 from tests.data.serving import serving, write_rows
 from tests.test_cli import assert_equal_runs, run, start, wait_for_step
-from tests.test_config import composed
+from tests.config.test_config import composed
 
 STEPS = 24
-WORDS = ["a", "stream", "of", "words", "read", "from", "many", "files", "in", "an", "order", "nobody", "keeps"]
+WORDS = [
+    "a",
+    "stream",
+    "of",
+    "words",
+    "read",
+    "from",
+    "many",
+    "files",
+    "in",
+    "an",
+    "order",
+    "nobody",
+    "keeps",
+]
 
 
 @pytest.fixture(scope="module")
@@ -27,20 +41,57 @@ def folder(tmp_path_factory) -> Path:
     """1,200 documents in 40 row groups of 4 files, and their shards in `tok`."""
     folder, choose = tmp_path_factory.mktemp("paper"), random.Random(0)
     for number in range(4):
-        texts = [f"{number} {row} " + " ".join(choose.choices(WORDS, k=choose.randint(3, 60))) for row in range(300)]
+        texts = [
+            f"{number} {row} " + " ".join(choose.choices(WORDS, k=choose.randint(3, 60)))
+            for row in range(300)
+        ]
         write_rows(folder / "en" / f"part-{number}.parquet", texts, row_group_size=30)
-    data = DataConfig(corpus=CorpusName.ultra_fineweb, root=str(folder / "en"), column="content", holdout=0.02)
-    tokenize_corpus(TokenizeConfig(str(folder / "tok"), 1, 64, data, TokenizerConfig(TokenizerName.cl100k_base)))
+    data = DataConfig(
+        corpus=CorpusName.ultra_fineweb, root=str(folder / "en"), column="content", holdout=0.02
+    )
+    tokenize_corpus(
+        TokenizeConfig(str(folder / "tok"), 1, 64, data, TokenizerConfig(TokenizerName.cl100k_base))
+    )
     return folder
 
 
 def paper(place: Path, *changes: str) -> list[str]:
     """The paper's run with a tiny model."""
-    machine = ["device=cpu", "precision=float32", "compile=off", "threads=1", f"runs={place}/runs", f"data.cache={place}/cache"]
-    model = ["model.layers=2", "model.dim=16", "model.heads=2", "model.mlp_width=24", "model.context=32", "model.rank=4"]
-    size = ["model.blocks=2", f"steps={STEPS}", "global_batch=4", "micro_batch=2", "instruments.log=1", "instruments.depth=null"]
-    schedule = ["optimizer.warmup=4", "optimizer.momentum_rise=4", "optimizer.momentum_fall=4", "checkpoint.every=5"]
-    evaluation = ["evaluation.every=null", "evaluation.tokens=300", "evaluation.diagnostics_tokens=300"]
+    machine = [
+        "device=cpu",
+        "precision=float32",
+        "compile=off",
+        "threads=1",
+        f"runs={place}/runs",
+        f"data.cache={place}/cache",
+    ]
+    model = [
+        "model.layers=2",
+        "model.dim=16",
+        "model.heads=2",
+        "model.mlp_width=24",
+        "model.context=32",
+        "model.rank=4",
+    ]
+    size = [
+        "model.blocks=2",
+        f"steps={STEPS}",
+        "global_batch=4",
+        "micro_batch=2",
+        "instruments.log=1",
+        "instruments.depth=null",
+    ]
+    schedule = [
+        "optimizer.warmup=4",
+        "optimizer.momentum_rise=4",
+        "optimizer.momentum_fall=4",
+        "checkpoint.every=5",
+    ]
+    evaluation = [
+        "evaluation.every=null",
+        "evaluation.tokens=300",
+        "evaluation.diagnostics_tokens=300",
+    ]
     return ["experiment=paper", *machine, *model, *size, *schedule, *evaluation, *changes]
 
 
@@ -60,7 +111,12 @@ def test_two_random_kills_change_nothing(folder, tmp_path):
         assert f"finished at step {STEPS}" in run("train.py", *settings, f"name={source}")
         cut = runs / f"{source}-cut"
         for step in sorted(choose.sample(range(1, STEPS - 2), 2)):
-            process = start("train.py", *settings, f"name={cut.name}", f"data.workers={choose.choice([0, 1, 3])}")
+            process = start(
+                "train.py",
+                *settings,
+                f"name={cut.name}",
+                f"data.workers={choose.choice([0, 1, 3])}",
+            )
             wait_for_step(process, cut / "metrics.jsonl", step)
             process.kill()
             process.communicate()
@@ -73,7 +129,17 @@ def test_two_random_kills_change_nothing(folder, tmp_path):
 
 
 def bytes_run(place: Path, root: str, *changes: str) -> list[str]:
-    return [*paper(place, "tokenizer=bytes", f"data.root={root}", "name=run", "data.ahead=1", "data.retries=1"), *changes]
+    return [
+        *paper(
+            place,
+            "tokenizer=bytes",
+            f"data.root={root}",
+            "name=run",
+            "data.ahead=1",
+            "data.retries=1",
+        ),
+        *changes,
+    ]
 
 
 def test_data_that_become_unreadable_stop_the_run_and_are_saved(folder, tmp_path):
@@ -85,16 +151,25 @@ def test_data_that_become_unreadable_stop_the_run_and_are_saved(folder, tmp_path
         wait_for_step(process, place / "metrics.jsonl", 3)
         server.broken = {"part-0.parquet", "part-1.parquet", "part-2.parquet", "part-3.parquet"}
         output = process.communicate(timeout=120)[0]
-        assert process.returncode == 74 and "unreadable after 2 tries" in output and "Traceback" not in output, output
+        assert (
+            process.returncode == 74
+            and "unreadable after 2 tries" in output
+            and "Traceback" not in output
+        ), output
         (step,) = Checkpoints(place / "checkpoints").steps()
-        assert f"saved at step {step}" in output and MetricsFile.read(place / "metrics.jsonl")[-1]["step"] == step
+        assert (
+            f"saved at step {step}" in output
+            and MetricsFile.read(place / "metrics.jsonl")[-1]["step"] == step
+        )
         server.broken = {"part-2.parquet"}
         output = run("train.py", *settings, "data.skip_unreadable=true")
         assert f"continuing from step {step}" in output and "finished at step 300" in output
         last = MetricsFile.read(place / "metrics.jsonl")[-1]
         assert last["skipped_groups"] > 0
         server.broken = set()
-    straight = bytes_run(tmp_path, str(folder / "en"), "steps=300", "name=straight", "checkpoint.every=1000")
+    straight = bytes_run(
+        tmp_path, str(folder / "en"), "steps=300", "name=straight", "checkpoint.every=1000"
+    )
     run("train.py", *straight)
     assert hashes(place)[:step] == hashes(tmp_path / "runs" / "straight")[:step]
 
@@ -110,7 +185,10 @@ def test_a_changed_corpus_is_refused_with_what_differs(folder, tmp_path):
     (tmp_path / "en" / "part-3.parquet").unlink()
     output = run("train.py", *settings, code=2)
     assert "the corpus changed since the run started" in output
-    assert "part-2.parquet: changed (bytes, rows, footer" in output and "part-3.parquet: gone" in output
+    assert (
+        "part-2.parquet: changed (bytes, rows, footer" in output
+        and "part-3.parquet: gone" in output
+    )
     assert "the corpus differ" in run("eval.py", f"run={tmp_path}/runs/run", code=2)
 
 

@@ -21,13 +21,24 @@ def rows(runs: Path) -> dict[str, dict[str, str]]:
         return {row["name"]: row for row in csv.DictReader(file)}
 
 
-def test_a_sweep_goes_on_after_failures_and_tells_what_became_of_each_run(tiny_run, tmp_path: Path) -> None:
-    settings = [setting for setting in tiny_run("steps=10", "evaluation.every=null") if setting != "name=run"]
+def test_a_sweep_goes_on_after_failures_and_tells_what_became_of_each_run(
+    tiny_run, tmp_path: Path
+) -> None:
+    settings = [
+        setting
+        for setting in tiny_run("steps=10", "evaluation.every=null")
+        if setting != "name=run"
+    ]
     settings = [setting for setting in settings if not setting.startswith("model.rank")]
     sweep = ("-m", *settings, "max_bad_steps=2", "model.rank=99,2", "optimizer.muon_lr=1e30,0.01")
     output = run("train.py", *sweep, code=1)
     found, runs = rows(tmp_path / "runs"), tmp_path / "runs"
-    assert sorted(row["state"] for row in found.values()) == ["failed", "finished", "refused", "refused"], output
+    assert sorted(row["state"] for row in found.values()) == [
+        "failed",
+        "finished",
+        "refused",
+        "refused",
+    ], output
     for name, row in found.items():
         failure = runs / name / "failure.txt"
         assert failure.exists() == (row["state"] != "finished")
@@ -39,7 +50,10 @@ def test_a_sweep_goes_on_after_failures_and_tells_what_became_of_each_run(tiny_r
             assert float(row["val_loss"]) > 0 and row["step"] == "10"
             finished = (runs / name / "metrics.jsonl").stat().st_mtime_ns
     shown = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "sweep_status.py", runs], capture_output=True, text=True, env=ENVIRONMENT
+        [sys.executable, ROOT / "scripts" / "sweep_status.py", runs],
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
     )
     assert shown.returncode == 1 and "2 refused" in shown.stdout and "1 finished" in shown.stdout
 
@@ -56,7 +70,9 @@ def test_a_status_follows_its_run(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert "ValueError: first\nsecond" in (tmp_path / "a" / "failure.txt").read_text()
     write_status(tmp_path / "a", "finished")
-    assert rows(tmp_path)["a"]["state"] == "finished" and not (tmp_path / "a" / "failure.txt").exists()
+    assert (
+        rows(tmp_path)["a"]["state"] == "finished" and not (tmp_path / "a" / "failure.txt").exists()
+    )
     with pytest.raises(AssertionError):
         write_status(tmp_path / "a", "well")
     assert len(set(STATES)) == 5
@@ -71,14 +87,32 @@ def test_names_of_folders_stay_apart_when_they_are_cut() -> None:
 def test_what_would_be_submitted_is_printed(tmp_path: Path) -> None:
     pytest.importorskip("submitit")
     script = ROOT / "scripts" / "submission.py"
-    settings = ["model.residual=baseline,s_lr", "seed=0,1", "hydra.launcher.partition=gpu", f"runs={tmp_path}/runs"]
+    settings = [
+        "model.residual=baseline,s_lr",
+        "seed=0,1",
+        "hydra.launcher.partition=gpu",
+        f"runs={tmp_path}/runs",
+    ]
     environment = ENVIRONMENT | {"PATH": "/usr/bin:/bin"}
     shown = subprocess.run(
-        [sys.executable, script, *settings], capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=120
+        [sys.executable, script, *settings],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=tmp_path,
+        timeout=120,
     )
     assert shown.returncode == 0, shown.stderr
     lines = shown.stdout.splitlines()
-    wanted = ["array=0-3%4", "partition=gpu", "nodes=1", "gpus-per-node=8", "ntasks-per-node=8", "signal=USR1@120", "requeue"]
+    wanted = [
+        "array=0-3%4",
+        "partition=gpu",
+        "nodes=1",
+        "gpus-per-node=8",
+        "ntasks-per-node=8",
+        "signal=USR1@120",
+        "requeue",
+    ]
     assert all(f"#SBATCH --{word}" in lines for word in wanted), shown.stdout
     assert [line for line in lines if line.startswith("3: ")] == [
         f"3: python train.py model.residual=s_lr seed=1 runs={tmp_path}/runs cluster=slurm"
@@ -93,8 +127,19 @@ def test_a_sweep_runs_as_slurm_jobs_of_two_ranks(tiny_run, tmp_path: Path, monke
     monkeypatch.setitem(ENVIRONMENT, "PATH", f"{ROOT}/tests/slurm:{os.environ['PATH']}")
     monkeypatch.setitem(ENVIRONMENT, "FAKE_SLURM", str(tmp_path))
     monkeypatch.setitem(ENVIRONMENT, "GLOO_SOCKET_IFNAME", "lo")
-    settings = [setting for setting in tiny_run("steps=10", "evaluation.every=null", "seed=0,1") if setting != "name=run"]
-    run("train.py", "-m", *settings, "cluster=slurm", "hydra.launcher.gpus_per_node=null", "hydra.launcher.tasks_per_node=2")
+    settings = [
+        setting
+        for setting in tiny_run("steps=10", "evaluation.every=null", "seed=0,1")
+        if setting != "name=run"
+    ]
+    run(
+        "train.py",
+        "-m",
+        *settings,
+        "cluster=slurm",
+        "hydra.launcher.gpus_per_node=null",
+        "hydra.launcher.tasks_per_node=2",
+    )
     assert [row["state"] for row in rows(tmp_path / "runs").values()] == ["finished", "finished"]
     logs = [path.read_text() for path in (tmp_path / "runs" / ".submitit").rglob("*_log.out")]
     assert len(logs) == 4 and sum("parallel fsdp, ranks 2" in log for log in logs) == 2
@@ -105,14 +150,18 @@ def test_slurm_without_a_sweep_is_refused() -> None:
     assert "cluster=slurm" in output and "train.py -m" in output
 
 
-def test_a_signal_in_a_slurm_job_saves_requeues_and_the_job_goes_on(tiny_run, tmp_path: Path, monkeypatch) -> None:
+def test_a_signal_in_a_slurm_job_saves_requeues_and_the_job_goes_on(
+    tiny_run, tmp_path: Path, monkeypatch
+) -> None:
     commands = tmp_path / "bin"
     commands.mkdir()
     (commands / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/scontrol.txt\n')
     (commands / "scontrol").chmod(0o755)
     monkeypatch.setitem(ENVIRONMENT, "PATH", f"{commands}:{os.environ['PATH']}")
     monkeypatch.setitem(ENVIRONMENT, "SLURM_JOB_ID", "4711")
-    settings = tiny_run("checkpoint.every=1000", "steps=150", "evaluation.every=null", "cluster.requeue=true")
+    settings = tiny_run(
+        "checkpoint.every=1000", "steps=150", "evaluation.every=null", "cluster.requeue=true"
+    )
     folder = tmp_path / "runs" / "run"
     process = start("train.py", *settings)
     wait_for_step(process, folder / "metrics.jsonl", 3)
@@ -129,7 +178,9 @@ def test_a_refused_requeue_says_what_slurm_said(tmp_path: Path, monkeypatch) -> 
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
-    with pytest.raises(RuntimeError, match=r"`scontrol requeue 4711` failed: slurm_load_jobs error"):
+    with pytest.raises(
+        RuntimeError, match=r"`scontrol requeue 4711` failed: slurm_load_jobs error"
+    ):
         requeue()
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     with pytest.raises(RuntimeError, match="scontrol"):

@@ -20,7 +20,9 @@ from tests.test_cli import run
 
 
 def page_script() -> str:
-    (script,) = re.findall(r"```bash\n(#!/bin/bash\n.*?)```", (ROOT / "docs" / "scaling.md").read_text(), re.DOTALL)
+    (script,) = re.findall(
+        r"```bash\n(#!/bin/bash\n.*?)```", (ROOT / "docs" / "scaling.md").read_text(), re.DOTALL
+    )
     return script
 
 
@@ -30,7 +32,9 @@ class Allocation:
     def __init__(self, folder: Path, ranks: int, number: int, restarts: int, *settings: str):
         script = folder / "job.sh"
         script.write_text(page_script())
-        nodes = re.search(r"^#SBATCH --nodes=(\d+) --ntasks-per-node=1 ", script.read_text(), re.MULTILINE)
+        nodes = re.search(
+            r"^#SBATCH --nodes=(\d+) --ntasks-per-node=1 ", script.read_text(), re.MULTILINE
+        )
         assert nodes is not None
         names = {
             "SLURM_JOB_ID": number, "SLURM_NNODES": nodes[1], "SLURM_GPUS_ON_NODE": ranks, "FAKE_TASKS": 1,
@@ -43,7 +47,12 @@ class Allocation:
         self._srun.unlink(missing_ok=True)
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
-                ["bash", script, *settings], env=environment, stdout=log, stderr=log, cwd=ROOT, start_new_session=True
+                ["bash", script, *settings],
+                env=environment,
+                stdout=log,
+                stderr=log,
+                cwd=ROOT,
+                start_new_session=True,
             )
 
     @property
@@ -79,8 +88,14 @@ def free_number() -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_script_of_the_page_survives_its_preemption(tiny_run, tmp_path: Path, ranks: int) -> None:
-    settings = [word for word in tiny_run("checkpoint.every=1000", "steps=60", "evaluation.every=null") if word != "name=run"]
+def test_the_script_of_the_page_survives_its_preemption(
+    tiny_run, tmp_path: Path, ranks: int
+) -> None:
+    settings = [
+        word
+        for word in tiny_run("checkpoint.every=1000", "steps=60", "evaluation.every=null")
+        if word != "name=run"
+    ]
     run("train.py", *settings, "name=straight")
     folder, number = tmp_path / "runs" / "job", free_number()
 
@@ -89,7 +104,10 @@ def test_the_script_of_the_page_survives_its_preemption(tiny_run, tmp_path: Path
     first.signal(signal.SIGUSR1)
     assert first.ends() != 0
     assert first.output.count("SIGUSR1: saved at step") == 1, first.output
-    assert f"SLURM job {number} is in the queue again" in first.output and "Traceback" not in first.output.split("SIGUSR1")[0]
+    assert (
+        f"SLURM job {number} is in the queue again" in first.output
+        and "Traceback" not in first.output.split("SIGUSR1")[0]
+    )
     assert (tmp_path / "scontrol.txt").read_text() == f"requeue {number}\n"
     (step,) = Checkpoints(folder / "checkpoints").steps()
     assert 8 <= step < 60 and MetricsFile.read(folder / "metrics.jsonl")[-1]["step"] == step

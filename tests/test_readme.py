@@ -6,37 +6,52 @@ import shlex
 import pytest
 from omegaconf import OmegaConf
 
-from lrattnres.checks import resolve, resolve_generate, resolve_inspect
 from lrattnres.config import ConfigError, EvalConfig, parse
+from lrattnres.config.checks import resolve, resolve_generate, resolve_inspect
+from lrattnres.config.commands import ConvertConfig, ExportConfig, GenerateConfig, InspectConfig
 from lrattnres.entry import settings
-from lrattnres.exchange.config import ConvertConfig, ExportConfig
-from lrattnres.use_config import GenerateConfig, InspectConfig
 from scripts.config_reference import reference
 from tests.paths import ROOT
-from tests.test_config import composed
+from tests.config.test_config import composed
 
 README = (ROOT / "README.md").read_text()
 PAGES = README + "".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.md")))
-SCHEMAS = {"generate": GenerateConfig, "inspect": InspectConfig, "export": ExportConfig, "convert": ConvertConfig}
+SCHEMAS = {
+    "generate": GenerateConfig,
+    "inspect": InspectConfig,
+    "export": ExportConfig,
+    "convert": ConvertConfig,
+}
 RESOLVED = {"generate": resolve_generate, "inspect": resolve_inspect}
-COMMANDS = [line.split(" #")[0].strip() for line in README.splitlines() if line.startswith("python ")]
+COMMANDS = [
+    line.split(" #")[0].strip() for line in README.splitlines() if line.startswith("python ")
+]
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if "train.py" in command])
 def test_every_training_command_is_possible(command: str) -> None:
-    words = [word.replace("glob(*)", "01_baseline") for word in shlex.split(command)[2:] if word != "-m"]
+    words = [
+        word.replace("glob(*)", "01_baseline") for word in shlex.split(command)[2:] if word != "-m"
+    ]
     sweeps = [word for word in words if "," in word]
     for choice in sweeps[0].split("=")[1].split(",") if sweeps else [None]:
-        chosen = [word if word not in sweeps else f"{word.split('=')[0]}={choice}" for word in words]
+        chosen = [
+            word if word not in sweeps else f"{word.split('=')[0]}={choice}" for word in words
+        ]
         resolve(composed("name=x", "device=cpu", "compile=off", *chosen))
 
 
 @pytest.mark.parametrize("command", re.findall(r"^python eval\.py (.+)", PAGES, re.MULTILINE))
 def test_every_evaluation_command_is_possible(command: str) -> None:
-    parse(EvalConfig, OmegaConf.to_container(OmegaConf.from_dotlist(shlex.split(command, comments=True))))
+    parse(
+        EvalConfig,
+        OmegaConf.to_container(OmegaConf.from_dotlist(shlex.split(command, comments=True))),
+    )
 
 
-@pytest.mark.parametrize(("script", "words"), re.findall(rf"python scripts/({'|'.join(SCHEMAS)})\.py ([^`\n]+)", PAGES))
+@pytest.mark.parametrize(
+    ("script", "words"), re.findall(rf"python scripts/({'|'.join(SCHEMAS)})\.py ([^`\n]+)", PAGES)
+)
 def test_every_command_for_a_trained_model_is_possible(script: str, words: str) -> None:
     words = re.sub(r"^from=", "source=", words.split(" < ")[0])
     config = settings(SCHEMAS[script], shlex.split(words, comments=True))

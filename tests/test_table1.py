@@ -8,7 +8,12 @@ import pytest
 
 from tests.paths import ROOT
 
-READS = {"full": 324, 4: 84, 8: 132, 16: 224}  # sources over the 24 sites that route, added up by hand for 12 blocks
+READS = {
+    "full": 324,
+    4: 84,
+    8: 132,
+    16: 224,
+}  # sources over the 24 sites that route, added up by hand for 12 blocks
 
 
 @pytest.fixture
@@ -19,7 +24,11 @@ def table1(monkeypatch):
 
 def everything(table1, settings: list[str]) -> list:
     members = [table1.member(settings, row) for row in table1.TABLE1]
-    return members + [table1.member(settings, row, f"seed={seed}") for seed in table1.SEEDS for row in table1.SEEDED]
+    return members + [
+        table1.member(settings, row, f"seed={seed}")
+        for seed in table1.SEEDS
+        for row in table1.SEEDED
+    ]
 
 
 def finish(folder: Path) -> None:
@@ -28,11 +37,15 @@ def finish(folder: Path) -> None:
 
 
 def seconds(sentence: str) -> int:
-    days, hours, minutes, rest = re.search(r"about (?:(\d+) days?, )?(\d+):(\d\d):(\d\d) to go", sentence).groups()
+    days, hours, minutes, rest = re.search(
+        r"about (?:(\d+) days?, )?(\d+):(\d\d):(\d\d) to go", sentence
+    ).groups()
     return ((int(days or 0) * 24 + int(hours)) * 60 + int(minutes)) * 60 + int(rest)
 
 
-def test_the_forecast_is_what_is_left_at_the_measured_rates(table1, tmp_path: Path, monkeypatch) -> None:
+def test_the_forecast_is_what_is_left_at_the_measured_rates(
+    table1, tmp_path: Path, monkeypatch
+) -> None:
     settings = ["experiment=proxy", f"runs={tmp_path}"]
     timed: list[str] = []
 
@@ -43,17 +56,28 @@ def test_the_forecast_is_what_is_left_at_the_measured_rates(table1, tmp_path: Pa
     monkeypatch.setattr(table1, "seconds_a_token", measured)
     members = everything(table1, settings)
     names = [member.config.name for member in members]
-    assert len(set(names)) == 26 and {"proxy-baseline", "proxy-s_lr-N8-r8", "proxy-p_lr-N8-r4-seed=2"} <= set(names)
+    assert len(set(names)) == 26 and {
+        "proxy-baseline",
+        "proxy-s_lr-N8-r8",
+        "proxy-p_lr-N8-r4-seed=2",
+    } <= set(names)
 
     sentence = table1.forecast(members, settings)
-    assert timed == ["01_baseline", "02_full_attn_res"] and "26 runs, 0 of them finished, 0 begun" in sentence
+    assert (
+        timed == ["01_baseline", "02_full_attn_res"]
+        and "26 runs, 0 of them finished, 0 begun" in sentence
+    )
     assert "01_baseline 0.205 s" in sentence and "02_full_attn_res 0.389 s" in sentence
     tokens = 200 * 8 * 256 + (2 * 131_072 + 2 * 65_536) / 3
     expected = 0.0
     for member in members:
         model = member.config.model
         width = 128 + (model.rank or 128)
-        share = 0 if model.residual == "baseline" else READS[model.blocks or "full"] * width / (324 * 256)
+        share = (
+            0
+            if model.residual == "baseline"
+            else READS[model.blocks or "full"] * width / (324 * 256)
+        )
         expected += tokens * (1e-4 + 0.9e-4 * share)
     assert seconds(sentence) == pytest.approx(expected, abs=1)
 
@@ -65,10 +89,14 @@ def test_the_forecast_is_what_is_left_at_the_measured_rates(table1, tmp_path: Pa
     sentence = table1.forecast(everything(table1, settings), settings)
     assert "26 runs, 25 of them finished, 1 begun" in sentence
     left = 100 * 8 * 256 + (131_072 + 2 * 65_536) / 3
-    assert seconds(sentence) == pytest.approx(left * (1e-4 + 0.9e-4 * 132 * 136 / (324 * 256)), abs=1)
+    assert seconds(sentence) == pytest.approx(
+        left * (1e-4 + 0.9e-4 * 132 * 136 / (324 * 256)), abs=1
+    )
 
     (tmp_path / names[-1] / "summary.json").write_text('{"step": 200}')
-    assert table1.forecast(everything(table1, settings), settings).endswith("nothing is left to train")
+    assert table1.forecast(everything(table1, settings), settings).endswith(
+        "nothing is left to train"
+    )
 
 
 @pytest.mark.parametrize("word", ["seed=3", "+table1=01_baseline", "name=x", "-m"])

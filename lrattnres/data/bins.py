@@ -31,10 +31,16 @@ class BinTokens:
         """Reads every file once, to count its documents. Raises DataError that names the file."""
         self._separator = tokenizer.separator
         self._paths = sorted(root.glob("*" + ENDING))
-        counted = [_count(path, tokenizer) for path in tqdm(self._paths, "counting documents", leave=False, disable=None)]
+        counted = [
+            _count(path, tokenizer)
+            for path in tqdm(self._paths, "counting documents", leave=False, disable=None)
+        ]
         self.rows = np.array([rows for rows, _ in counted], dtype=np.int64)
         self.sizes = np.array([path.stat().st_size for path in self._paths], dtype=np.int64)
-        parts = [(path.name, size, *count) for path, size, count in zip(self._paths, self.sizes.tolist(), counted, strict=True)]
+        parts = [
+            (path.name, size, *count)
+            for path, size, count in zip(self._paths, self.sizes.tolist(), counted, strict=True)
+        ]
         self.fingerprint = hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
         self.description = (
             f"tokens: {self.rows.sum():,} documents, {self.sizes.sum() // DTYPE.itemsize:,} tokens in {len(self._paths):,} "
@@ -50,11 +56,18 @@ class _File:
         self._tokens = np.memmap(path, dtype=DTYPE, mode="r").view(np.ndarray)
         starts = np.flatnonzero(self._tokens == separator)
         self._torn = not len(starts) or starts[0] != 0
-        self._offsets = np.concatenate([[0] if self._torn else [], starts, [len(self._tokens)]]).astype(np.int64)
+        self._offsets = np.concatenate(
+            [[0] if self._torn else [], starts, [len(self._tokens)]]
+        ).astype(np.int64)
         self._opening = np.array([separator], dtype=DTYPE)
         self.present = np.ones(len(self._offsets) - 1, dtype=bool)
-        content = (self._tokens[begin:end].tobytes() for begin, end in zip(self._offsets, self._offsets[1:], strict=False))
-        self.hashes = np.fromiter(map(bytes_hash, content), dtype=np.uint64, count=len(self.present))
+        content = (
+            self._tokens[begin:end].tobytes()
+            for begin, end in zip(self._offsets, self._offsets[1:], strict=False)
+        )
+        self.hashes = np.fromiter(
+            map(bytes_hash, content), dtype=np.uint64, count=len(self.present)
+        )
 
     def tokens(self, row: int) -> np.ndarray:
         tokens = self._tokens[self._offsets[row] : self._offsets[row + 1]]
@@ -65,7 +78,9 @@ def _count(path: Path, tokenizer: Tokenizer) -> tuple[int, int]:
     """Documents in a file, and a checksum of where they begin."""
     size = path.stat().st_size
     if size == 0 or size % DTYPE.itemsize:
-        raise DataError(f"{path}: {size:,} bytes are no headerless uint32 tokens, or it is cut short")
+        raise DataError(
+            f"{path}: {size:,} bytes are no headerless uint32 tokens, or it is cut short"
+        )
     tokens = np.memmap(path, dtype=DTYPE, mode="r").view(np.ndarray)
     rows, places = int(tokens[0] != tokenizer.separator), 0
     for begin in range(0, len(tokens), CHUNK):
@@ -77,5 +92,8 @@ def _count(path: Path, tokenizer: Tokenizer) -> tuple[int, int]:
                 "of another tokenizer, has a header, or is damaged"
             )
         starts = np.flatnonzero(part == tokenizer.separator)
-        rows, places = rows + len(starts), (places + int(starts.sum()) + begin * len(starts)) % 2**63
+        rows, places = (
+            rows + len(starts),
+            (places + int(starts.sum()) + begin * len(starts)) % 2**63,
+        )
     return rows, places

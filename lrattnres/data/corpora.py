@@ -24,7 +24,9 @@ from lrattnres.data.tokenizers import Tokenizer
 ULTRA_FINEWEB = "hf://datasets/openbmb/Ultra-FineWeb/data/ultrafineweb_en"
 
 
-def open_documents(config: DataConfig, tokenizer: Tokenizer, pinned: Mapping[str, Any] | None = None) -> Documents:
+def open_documents(
+    config: DataConfig, tokenizer: Tokenizer, pinned: Mapping[str, Any] | None = None
+) -> Documents:
     """What `data` describes, as tokens.
 
     `pinned`: the listing that a run took of its corpus when it started, if it has one. Raises DataError with the key or
@@ -35,9 +37,13 @@ def open_documents(config: DataConfig, tokenizer: Tokenizer, pinned: Mapping[str
     root = Path(config.root or "").expanduser()
     if not (root / INDEX).exists() and any(root.glob("*.bin")):
         if config.max_tokens is not None or config.deduplicate:
-            raise DataError(f"data.root={root}: headerless .bin files know no data.max_tokens and no data.deduplicate")
+            raise DataError(
+                f"data.root={root}: headerless .bin files know no data.max_tokens and no data.deduplicate"
+            )
         return BinTokens(root, tokenizer)
-    return TokenShards(root, tokenizer, max_tokens=config.max_tokens, deduplicate=config.deduplicate)
+    return TokenShards(
+        root, tokenizer, max_tokens=config.max_tokens, deduplicate=config.deduplicate
+    )
 
 
 def open_corpus(config: DataConfig, pinned: Mapping[str, Any] | None = None) -> Corpus:
@@ -47,7 +53,9 @@ def open_corpus(config: DataConfig, pinned: Mapping[str, Any] | None = None) -> 
     processes start together, let one of them call first. Raises DataError with the key or file at fault.
     """
     if config.corpus is CorpusName.tokens:
-        raise DataError("data.corpus=tokens: has no texts; write data=ultra_fineweb, data=files or data=docstrings")
+        raise DataError(
+            "data.corpus=tokens: has no texts; write data=ultra_fineweb, data=files or data=docstrings"
+        )
     if config.corpus is CorpusName.ultra_fineweb:
         return _ultra_fineweb(config, pinned)
     corpus = open_prepared(_SOURCES[config.corpus](config), cache_folder(config.cache))
@@ -65,7 +73,11 @@ def cache_folder(cache: str | None) -> Path:
 
 def _docstrings(config: DataConfig) -> Source:
     folders = installed_sources()
-    versions = [f"python {platform.python_version()}", f"torch {version('torch')}", f"from {SHORTEST} characters"]
+    versions = [
+        f"python {platform.python_version()}",
+        f"torch {version('torch')}",
+        f"from {SHORTEST} characters",
+    ]
     return Source(
         "docstrings",
         [*versions, *map(str, folders)],
@@ -77,7 +89,9 @@ def _docstrings(config: DataConfig) -> Source:
 def _files(config: DataConfig) -> Source:
     name = config.corpus.name
     if config.root is None:
-        raise DataError(f"data.root=null: {name} needs your texts; write data.root=FILE, FOLDER or a quoted glob")
+        raise DataError(
+            f"data.root=null: {name} needs your texts; write data.root=FILE, FOLDER or a quoted glob"
+        )
     files = find_files(config.root)
     stats = [(str(path.resolve()), path.stat()) for path in files]
 
@@ -105,7 +119,9 @@ def _ultra_fineweb(config: DataConfig, pinned: Mapping[str, Any] | None) -> Parq
         pinned=pinned,
         skip_unreadable=config.skip_unreadable,
     )
-    return ParquetCorpus(config.corpus.name, store, listing, column=config.column, min_score=config.min_score)
+    return ParquetCorpus(
+        config.corpus.name, store, listing, column=config.column, min_score=config.min_score
+    )
 
 
 _SOURCES: dict[CorpusName, Callable[[DataConfig], Source]] = {

@@ -56,7 +56,9 @@ class Dataset(NamedTuple):
 
     def held_out_windows(self, tokens: int, batch: int) -> Iterator[Tensor]:
         """The first `tokens` held-out targets, in windows [<= batch, context + 1]: the same tokens for any batch."""
-        return held_out_windows(self._held_out(tokens), context=self.config.model.context, tokens=tokens, batch=batch)
+        return held_out_windows(
+            self._held_out(tokens), context=self.config.model.context, tokens=tokens, batch=batch
+        )
 
     def prepare_held_out(self) -> None:
         """Finds out now, and not in the middle of training, whether there are held-out documents.
@@ -72,7 +74,9 @@ class Dataset(NamedTuple):
 
     def _held_out(self, tokens: int) -> Iterator[np.ndarray]:
         data = self.config.data
-        found = held_out_documents(self.documents, data.holdout, data.workers if self.documents.streamed else 0)
+        found = held_out_documents(
+            self.documents, data.holdout, data.workers if self.documents.streamed else 0
+        )
         if self.documents.streamed:
             key = (self.documents.fingerprint, self.tokenizer.fingerprint, data.holdout)
             return kept_held_out(cache_folder(data.cache), key, tokens, found, self.tokenizer)

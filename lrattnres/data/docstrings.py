@@ -22,7 +22,9 @@ def installed_sources() -> list[Path]:
     """The folders of the standard library and of torch."""
     torch = importlib.util.find_spec("torch")
     if torch is None or not torch.submodule_search_locations:
-        raise DataError("data.corpus=docstrings: torch is not installed as a package; reinstall it or write data=files")
+        raise DataError(
+            "data.corpus=docstrings: torch is not installed as a package; reinstall it or write data=files"
+        )
     return [Path(sysconfig.get_path("stdlib")), Path(torch.submodule_search_locations[0])]
 
 
@@ -34,7 +36,9 @@ def read_docstrings(folders: Sequence[Path]) -> Iterator[str]:
     """
     seen = set()
     for folder in folders:
-        for path in sorted(folder.rglob("*.py"), key=lambda path: path.relative_to(folder).as_posix()):
+        for path in sorted(
+            folder.rglob("*.py"), key=lambda path: path.relative_to(folder).as_posix()
+        ):
             if _LEFT_OUT.isdisjoint(path.relative_to(folder).parts[:-1]):
                 for text in map(clean, _docstrings(path)):
                     key = content_hash(text)
@@ -52,7 +56,9 @@ def _docstrings(path: Path) -> Iterator[str]:
         warnings.warn(f"docstrings: {path} left out, it does not parse ({error})", stacklevel=2)
         return
     except OSError as error:
-        raise DataError(f"docstrings: {path} cannot be read ({error}); reinstall the package it belongs to") from error
+        raise DataError(
+            f"docstrings: {path} cannot be read ({error}); reinstall the package it belongs to"
+        ) from error
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             yield ast.get_docstring(node) or ""

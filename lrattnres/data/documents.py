@@ -87,7 +87,11 @@ class EncodedCorpus:
         self.corpus, self.tokenizer = corpus, tokenizer
         self.opening = np.array([tokenizer.separator], dtype=np.int32)
         self.rows, self.sizes, self.streamed = corpus.rows, corpus.sizes, corpus.streamed
-        self.fingerprint, self.description, self.listing = corpus.fingerprint, corpus.description, corpus.listing
+        self.fingerprint, self.description, self.listing = (
+            corpus.fingerprint,
+            corpus.description,
+            corpus.listing,
+        )
 
     def group(self, number: int) -> Group:
         return _EncodedGroup(self, number, self.corpus.group(number))

@@ -27,7 +27,9 @@ from lrattnres.data.stores import ReadingPool
 from lrattnres.data.tokenizers import Tokenizer
 
 
-def held_out_documents(documents: Documents, holdout: float, workers: int = 0) -> Iterator[tuple[int, np.ndarray]]:
+def held_out_documents(
+    documents: Documents, holdout: float, workers: int = 0
+) -> Iterator[tuple[int, np.ndarray]]:
     """Content hash and tokens of every held-out document, in the one order there is; `workers` threads read ahead."""
     groups = held_out_order(len(documents.rows)).tolist()
 
@@ -53,7 +55,9 @@ def held_out_documents(documents: Documents, holdout: float, workers: int = 0) -
         pool.stop()
 
 
-def held_out_windows(parts: Iterator[np.ndarray], *, context: int, tokens: int, batch: int) -> Iterator[torch.Tensor]:
+def held_out_windows(
+    parts: Iterator[np.ndarray], *, context: int, tokens: int, batch: int
+) -> Iterator[torch.Tensor]:
     """Documents packed in the given order: int64 [<= batch, context + 1], with stride `context`.
 
     There are exactly min(tokens, available) targets in all, for any `batch`; unused positions at the end of the last
@@ -61,18 +65,26 @@ def held_out_windows(parts: Iterator[np.ndarray], *, context: int, tokens: int, 
     """
     first = next(parts, None)
     if first is None:
-        raise DataError("data.holdout: no document is held out; write a larger share, or give more documents")
+        raise DataError(
+            "data.holdout: no document is held out; write a larger share, or give more documents"
+        )
     return _batched(_pack(first, parts, context, tokens), batch)
 
 
 def kept_held_out(
-    folder: Path, key: tuple[Any, ...], tokens: int, found: Iterator[tuple[int, np.ndarray]], tokenizer: Tokenizer
+    folder: Path,
+    key: tuple[Any, ...],
+    tokens: int,
+    found: Iterator[tuple[int, np.ndarray]],
+    tokenizer: Tokenizer,
 ) -> Iterator[np.ndarray]:
     """The documents of `found` until they hold more than `tokens` targets, kept as a shard in the cache `folder`.
 
     What an earlier call kept under the same `key` is used, if it is long enough.
     """
-    path = folder / f"heldout-{hashlib.blake2b(repr(key).encode(), digest_size=8).hexdigest()}.tokens"
+    path = (
+        folder / f"heldout-{hashlib.blake2b(repr(key).encode(), digest_size=8).hexdigest()}.tokens"
+    )
     shard: Shard | None = None
     if path.exists():
         try:
@@ -84,9 +96,13 @@ def kept_held_out(
     return (shard.row(row) for row in range(len(shard.hashes)))
 
 
-def _search(path: Path, tokens: int, found: Iterator[tuple[int, np.ndarray]], tokenizer: Tokenizer) -> Shard:
+def _search(
+    path: Path, tokens: int, found: Iterator[tuple[int, np.ndarray]], tokenizer: Tokenizer
+) -> Shard:
     gathered, count, dtype = list[tuple[int, np.ndarray]](), 0, token_dtype(tokenizer.vocabulary)
-    with tqdm(desc="searching held-out tokens", total=tokens, unit_scale=True, leave=False, disable=None) as bar:
+    with tqdm(
+        desc="searching held-out tokens", total=tokens, unit_scale=True, leave=False, disable=None
+    ) as bar:
         for content, part in found:
             gathered.append((content, part.astype(dtype)))
             count += len(part)
@@ -98,11 +114,15 @@ def _search(path: Path, tokens: int, found: Iterator[tuple[int, np.ndarray]], to
         path.parent.mkdir(parents=True, exist_ok=True)
         write_shard(path, [gathered], header, tokenizer.vocabulary)
     except OSError as error:
-        raise DataError(f"{path}: cannot be written ({error}); write data.cache=FOLDER with room for it") from error
+        raise DataError(
+            f"{path}: cannot be written ({error}); write data.cache=FOLDER with room for it"
+        ) from error
     return Shard(path)
 
 
-def _pack(packed: np.ndarray, parts: Iterator[np.ndarray], context: int, tokens: int) -> Iterator[np.ndarray]:
+def _pack(
+    packed: np.ndarray, parts: Iterator[np.ndarray], context: int, tokens: int
+) -> Iterator[np.ndarray]:
     """Windows [context + 1] of the concatenated parts, until they hold `tokens` targets."""
     left = tokens
     while True:

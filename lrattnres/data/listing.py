@@ -44,18 +44,27 @@ class Listing:
     @staticmethod
     def read(plain: Mapping[str, Any]) -> Listing:
         """Raises KeyError or TypeError for what `plain` did not make."""
-        files = (File(**entry | {name: tuple(entry[name]) for name in ("rows", "sizes")}) for entry in plain["files"])
+        files = (
+            File(**entry | {name: tuple(entry[name]) for name in ("rows", "sizes")})
+            for entry in plain["files"]
+        )
         return Listing(plain["root"], plain["revision"], tuple(files))
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """In words, how two listings (as `plain` gives them) differ: files that are gone, new or changed."""
-    before, after = ({entry["path"]: entry for entry in listing.get("files", [])} for listing in (then, now))
+    before, after = (
+        {entry["path"]: entry for entry in listing.get("files", [])} for listing in (then, now)
+    )
     found = [f"{path}: gone" for path in before if path not in after]
     found += [f"{path}: new" for path in after if path not in before]
     for path in before:
         if path in after and before[path] != after[path]:
-            parts = [name for name in ("bytes", "rows", "footer") if before[path][name] != after[path][name]]
+            parts = [
+                name
+                for name in ("bytes", "rows", "footer")
+                if before[path][name] != after[path][name]
+            ]
             sizes = f"{before[path]['bytes']:,} bytes then, {after[path]['bytes']:,} now"
             found.append(f"{path}: changed ({', '.join(parts)}; {sizes})")
     return found[:SHOWN] + ([f"and {len(found) - SHOWN} more files"] if len(found) > SHOWN else [])

@@ -53,7 +53,9 @@ class Order:
                 f"global_batch={streams}: as many streams share {self._total} training documents, so some would be "
                 f"empty; write global_batch={self._total or 1} or less, or give more documents"
             )
-        self._groups = lru_cache(maxsize=4)(self._groups_of)  # streams reach the end of an epoch at different times
+        self._groups = lru_cache(maxsize=4)(
+            self._groups_of
+        )  # streams reach the end of an epoch at different times
 
     def length(self, stream: int) -> int:
         """Rows of a stream's stretch: the same in every epoch."""
@@ -78,4 +80,8 @@ class Order:
 
     def _rows_of(self, epoch: int, group: int) -> np.ndarray:
         size = int(self._sizes[group])
-        return permutation(size, self._seed, epoch, group, _ROWS) if size > 1 else np.zeros(size, dtype=np.int64)
+        return (
+            permutation(size, self._seed, epoch, group, _ROWS)
+            if size > 1
+            else np.zeros(size, dtype=np.int64)
+        )

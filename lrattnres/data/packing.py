@@ -16,7 +16,9 @@ def segments(tokens: torch.Tensor, separator: int) -> torch.Tensor:
     return opened - opened[:, :1]
 
 
-def split_windows(windows: torch.Tensor, separator: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def split_windows(
+    windows: torch.Tensor, separator: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """inputs (int64), targets (int64) and document numbers (int32), each [B, T], of int64 windows [B, T+1].
 
     Unused positions hold IGNORE in `windows`. They stay IGNORE in the targets; the inputs have separators there.

@@ -33,19 +33,31 @@ class ParquetCorpus:
 
     streamed = True
 
-    def __init__(self, name: str, store: Patient, listing: Listing, *, column: str, min_score: float | None):
+    def __init__(
+        self, name: str, store: Patient, listing: Listing, *, column: str, min_score: float | None
+    ):
         """`listing` has the row groups of every file, as `list_corpus` reads them."""
-        self._store, self._listing, self._column, self._min_score = store, listing, column, min_score
-        self._places = [(file, number) for file in listing.files for number in range(len(file.rows))]
+        self._store, self._listing, self._column, self._min_score = (
+            store,
+            listing,
+            column,
+            min_score,
+        )
+        self._places = [
+            (file, number) for file in listing.files for number in range(len(file.rows))
+        ]
         self.rows = np.array([rows for file in listing.files for rows in file.rows], dtype=np.int64)
-        self.sizes = np.array([size for file in listing.files for size in file.sizes], dtype=np.int64)
+        self.sizes = np.array(
+            [size for file in listing.files for size in file.sizes], dtype=np.int64
+        )
         self._footers: OrderedDict[str, parquet.FileMetaData] = OrderedDict()
         self._shared: WeakValueDictionary[int, ParquetTexts] = WeakValueDictionary()
         self._locks = [threading.Lock() for _ in range(LOCKS)]
         self._lock = threading.Lock()
         self.description = (
             f"{name}: {self.rows.sum():,} rows in {len(self.rows):,} row groups of {len(listing.files):,} files, "
-            f"{self.sizes.sum() / 1e6:,.1f} MB" + (f", score from {min_score:g}" if min_score is not None else "")
+            f"{self.sizes.sum() / 1e6:,.1f} MB"
+            + (f", score from {min_score:g}" if min_score is not None else "")
         )
 
     @property
@@ -78,9 +90,13 @@ class ParquetCorpus:
                 options = {"pre_buffer": False, "page_checksum_verification": True}
                 opened = parquet.ParquetFile(source, metadata=self._footer(file), **options)
                 table = opened.read_row_group(index, columns=columns, use_threads=False)
-            return ParquetTexts(self.place(number, 0).rpartition(",")[0], table, self._column, self._min_score)
+            return ParquetTexts(
+                self.place(number, 0).rpartition(",")[0], table, self._column, self._min_score
+            )
         except (pa.ArrowException, OSError) as error:
-            raise UnreadableError(f"{self.place(number, 0)}: damaged, or not the file that was listed ({error})") from error
+            raise UnreadableError(
+                f"{self.place(number, 0)}: damaged, or not the file that was listed ({error})"
+            ) from error
 
     def _footer(self, file: File) -> parquet.FileMetaData:
         with self._lock:
@@ -89,7 +105,9 @@ class ParquetCorpus:
                 return self._footers[file.path]
         content, metadata = _read_footer(self._store, file)
         if _digest(content) != file.footer:
-            raise UnreadableError(f"{file.path}: is not the file any more that was listed when the run started; restore it")
+            raise UnreadableError(
+                f"{file.path}: is not the file any more that was listed when the run started; restore it"
+            )
         with self._lock:
             self._footers[file.path] = metadata
             while len(self._footers) > FOOTERS_KEPT:
@@ -105,31 +123,49 @@ class ParquetTexts:
         self._texts = table[column].cast(pa.large_string()).combine_chunks()
         if isinstance(self._texts, pa.ChunkedArray):
             self._texts = pa.concat_arrays(self._texts.chunks)
-        lengths = compute.fill_null(compute.binary_length(self._texts), 0).to_numpy(zero_copy_only=False)
+        lengths = compute.fill_null(compute.binary_length(self._texts), 0).to_numpy(
+            zero_copy_only=False
+        )
         self.present = lengths > 0
         if min_score is not None:
             scores = table[SCORE].cast(pa.float64()).to_numpy()  # null becomes nan
             self.present &= np.nan_to_num(scores, nan=-np.inf) >= min_score
         _, ends, content = self._texts.buffers()
-        self._offsets = np.frombuffer(ends, dtype=np.int64)[self._texts.offset :] if len(lengths) else np.zeros(1, np.int64)
+        self._offsets = (
+            np.frombuffer(ends, dtype=np.int64)[self._texts.offset :]
+            if len(lengths)
+            else np.zeros(1, np.int64)
+        )
         self._content = memoryview(content if content is not None else b"")
         self.hashes = np.zeros(len(lengths), dtype=np.uint64)
         rows = np.flatnonzero(self.present)
-        self.hashes[rows] = np.fromiter((bytes_hash(self._bytes(row)) for row in rows.tolist()), dtype=np.uint64, count=len(rows))
+        self.hashes[rows] = np.fromiter(
+            (bytes_hash(self._bytes(row)) for row in rows.tolist()),
+            dtype=np.uint64,
+            count=len(rows),
+        )
 
     def text(self, row: int) -> str:
         """Raises DataError for bytes that are not UTF-8."""
         try:
             return str(self._bytes(row), "utf-8")
         except UnicodeDecodeError as error:
-            raise DataError(f"{self._place}, row {row}: not UTF-8 ({error}); take it out of the corpus") from error
+            raise DataError(
+                f"{self._place}, row {row}: not UTF-8 ({error}); take it out of the corpus"
+            ) from error
 
     def _bytes(self, row: int) -> memoryview:
         return self._content[self._offsets[row] : self._offsets[row + 1]]
 
 
 def list_corpus(
-    store: Patient, *, column: str, scored: bool, max_files: int | None, pinned: Mapping[str, Any] | None, skip_unreadable: bool
+    store: Patient,
+    *,
+    column: str,
+    scored: bool,
+    max_files: int | None,
+    pinned: Mapping[str, Any] | None,
+    skip_unreadable: bool,
 ) -> Listing:
     """Every file with its row groups; the footers are read by some threads at once.
 
@@ -137,16 +173,24 @@ def list_corpus(
     goes on without what it cannot read: a file that is gone or changed is found out, and counted, when its turn comes.
     """
     known = Listing.read(pinned) if pinned else None
-    if known is not None and known.root == store.root and (known.revision is not None or skip_unreadable):
+    if (
+        known is not None
+        and known.root == store.root
+        and (known.revision is not None or skip_unreadable)
+    ):
         return known
     files = store.files()
     foreign = [file.path for file in files if "ultrafineweb_zh/" in f"{store.root}/{file.path}"]
     if foreign:
-        raise DataError(f"data.root={store.root}: {foreign[0]} is not of the English part; write its folder: data.root=…_en")
+        raise DataError(
+            f"data.root={store.root}: {foreign[0]} is not of the English part; write its folder: data.root=…_en"
+        )
     pool = ReadingPool(LISTING_THREADS)
     try:
         read = pool.map(lambda file: _described(store, file, column, scored), files[:max_files])
-        described = tuple(tqdm(read, "listing", len(files[:max_files]), unit=" files", leave=False, disable=None))
+        described = tuple(
+            tqdm(read, "listing", len(files[:max_files]), unit=" files", leave=False, disable=None)
+        )
     finally:
         pool.stop()
     return Listing(store.root, store.revision, described)
@@ -157,13 +201,19 @@ def _described(store: Patient, file: File, column: str, scored: bool) -> File:
     names = metadata.schema.names
     for name in [column, SCORE] if scored else [column]:
         if name not in names:
-            raise DataError(f"{file.path}: no column {name}; there are {', '.join(names)}; write data.column=…")
+            raise DataError(
+                f"{file.path}: no column {name}; there are {', '.join(names)}; write data.column=…"
+            )
     kind = metadata.schema.to_arrow_schema().field(column).type
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-        raise DataError(f"{file.path}: column {column} holds {kind}, not text; name a text column: data.column=…")
+        raise DataError(
+            f"{file.path}: column {column} holds {kind}, not text; name a text column: data.column=…"
+        )
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     sizes = tuple(group.column(names.index(column)).total_uncompressed_size for group in groups)
-    return File(file.path, file.bytes, tuple(group.num_rows for group in groups), sizes, _digest(content))
+    return File(
+        file.path, file.bytes, tuple(group.num_rows for group in groups), sizes, _digest(content)
+    )
 
 
 def _read_footer(store: Patient, file: File) -> tuple[bytes, parquet.FileMetaData]:
@@ -171,16 +221,22 @@ def _read_footer(store: Patient, file: File) -> tuple[bytes, parquet.FileMetaDat
     length = min(file.bytes, TAIL)
     tail = store.read(file.path, file.bytes - length, length) if length else b""
     if tail[-4:] != MAGIC:
-        raise UnreadableError(f"{file.path}: no parquet file, or cut short; restore it, or take it out of data.root")
+        raise UnreadableError(
+            f"{file.path}: no parquet file, or cut short; restore it, or take it out of data.root"
+        )
     wanted = int.from_bytes(tail[-8:-4], "little") + 8
     if wanted > length:
         if wanted > file.bytes:
-            raise UnreadableError(f"{file.path}: damaged: its footer claims {wanted:,} of {file.bytes:,} bytes; restore it")
+            raise UnreadableError(
+                f"{file.path}: damaged: its footer claims {wanted:,} of {file.bytes:,} bytes; restore it"
+            )
         tail = store.read(file.path, file.bytes - wanted, wanted)
     try:
         return tail[-wanted:], parquet.read_metadata(pa.BufferReader(MAGIC + tail[-wanted:]))
     except (pa.ArrowException, OSError) as error:
-        raise UnreadableError(f"{file.path}: damaged footer ({error}); restore it, or take it out of data.root") from error
+        raise UnreadableError(
+            f"{file.path}: damaged footer ({error}); restore it, or take it out of data.root"
+        ) from error
 
 
 def _digest(footer: bytes) -> str:

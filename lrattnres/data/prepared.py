@@ -53,14 +53,18 @@ class PreparedCorpus:
         """Raises OSError, KeyError, ValueError or Arrow's errors for a file that `write` did not finish."""
         with pa.ipc.open_file(pa.memory_map(str(path))) as reader:
             table = reader.read_all()
-            counts = json.loads(reader.get_batch_with_custom_metadata(reader.num_record_batches - 1)[1]["counts"])
+            counts = json.loads(
+                reader.get_batch_with_custom_metadata(reader.num_record_batches - 1)[1]["counts"]
+            )
         if table.schema != SCHEMA:
             raise ValueError(f"unknown columns {table.schema.names}")
         table.validate()
         self._path, self._texts = path, table["text"]
         self.hashes: np.ndarray = table["hash"].to_numpy()
         self.hashes.flags.writeable = False
-        self.fingerprint = hashlib.blake2b(self.hashes.astype("<u8").tobytes(), digest_size=16).hexdigest()
+        self.fingerprint = hashlib.blake2b(
+            self.hashes.astype("<u8").tobytes(), digest_size=16
+        ).hexdigest()
         if self.fingerprint != counts["fingerprint"]:
             raise ValueError("its content hashes are not those that were written")
         self.present = np.ones(len(self), dtype=bool)
@@ -92,7 +96,9 @@ class PreparedCorpus:
         with contextlib.suppress(UnicodeDecodeError):
             text = self._texts[int(index)].as_py()
         if text is None or content_hash(text) != self.hashes[index]:
-            raise DataError(f"{self._path}: document {index} is damaged; delete the file, it will be prepared again")
+            raise DataError(
+                f"{self._path}: document {index} is damaged; delete the file, it will be prepared again"
+            )
         return text
 
 
@@ -100,7 +106,10 @@ class _Single:
     """One document as a group."""
 
     def __init__(self, corpus: PreparedCorpus, number: int):
-        self.hashes, self.present = corpus.hashes[number : number + 1], corpus.present[number : number + 1]
+        self.hashes, self.present = (
+            corpus.hashes[number : number + 1],
+            corpus.present[number : number + 1],
+        )
         self._corpus, self._number = corpus, number
 
     def text(self, row: int) -> str:
@@ -113,7 +122,9 @@ def open_prepared(source: Source, folder: Path) -> PreparedCorpus:
     Processes that prepare the same corpus at once each write a file of their own and rename it into place.
     """
     key = json.dumps([FORMAT, source.name, source.identity])
-    path = folder / f"{source.name}-{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}.arrow"
+    path = (
+        folder / f"{source.name}-{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}.arrow"
+    )
     if path.exists():
         try:
             return PreparedCorpus(source.name, path)
@@ -126,7 +137,9 @@ def open_prepared(source: Source, folder: Path) -> PreparedCorpus:
         unfinished.replace(path)
         return PreparedCorpus(source.name, path)
     except OSError as error:
-        raise DataError(f"{path}: cannot be written ({error}); write data.cache=FOLDER with room for the corpus") from error
+        raise DataError(
+            f"{path}: cannot be written ({error}); write data.cache=FOLDER with room for the corpus"
+        ) from error
     finally:
         with contextlib.suppress(OSError):  # renamed, or never begun
             unfinished.unlink()
@@ -147,11 +160,22 @@ def write(path: Path, source: Source) -> None:
             nonlocal waiting
             hashes = np.fromiter(map(content_hash, texts), dtype="<u8", count=len(texts))
             digest.update(hashes.tobytes())
-            writer.write_batch(pa.record_batch([pa.array(texts, pa.large_string()), pa.array(hashes)], schema=SCHEMA), metadata)
+            writer.write_batch(
+                pa.record_batch(
+                    [pa.array(texts, pa.large_string()), pa.array(hashes)], schema=SCHEMA
+                ),
+                metadata,
+            )
             texts.clear()
             waiting = 0
 
-        for text in tqdm(source.documents(), f"preparing {source.name}", unit=" documents", leave=False, disable=None):
+        for text in tqdm(
+            source.documents(),
+            f"preparing {source.name}",
+            unit=" documents",
+            leave=False,
+            disable=None,
+        ):
             if not text:
                 skipped += 1
                 continue
@@ -163,4 +187,8 @@ def write(path: Path, source: Source) -> None:
         if not size:
             raise DataError(source.empty)
         flush()
-        flush(counts=json.dumps({"bytes": size, "skipped": skipped, "fingerprint": digest.hexdigest()}))
+        flush(
+            counts=json.dumps(
+                {"bytes": size, "skipped": skipped, "fingerprint": digest.hexdigest()}
+            )
+        )

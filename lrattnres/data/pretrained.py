@@ -27,13 +27,23 @@ def spelling_and_fingerprint(folder: Path) -> tuple[list[bytes | None], frozense
         known: dict[str, int] = tree["model"]["vocab"]
         added: list[dict[str, Any]] = tree["added_tokens"]
     except (OSError, ValueError, KeyError, TypeError) as fault:
-        raise DataError(f"{file}: cannot be read as a tokenizer ({fault!r}); copy the pretrained model's own there") from fault
+        raise DataError(
+            f"{file}: cannot be read as a tokenizer ({fault!r}); copy the pretrained model's own there"
+        ) from fault
     if tree["model"].get("type") != "BPE" or "ByteLevel" not in _kinds(tree.get("decoder")):
-        raise DataError(f"{file}: not a byte-level encoding (Llama 3 and Qwen have one), and no other can be trained on")
-    spelling: list[bytes | None] = [None] * (1 + max(*known.values(), *(token["id"] for token in added)))
+        raise DataError(
+            f"{file}: not a byte-level encoding (Llama 3 and Qwen have one), and no other can be trained on"
+        )
+    spelling: list[bytes | None] = [None] * (
+        1 + max(*known.values(), *(token["id"] for token in added))
+    )
     letters = _byte_of_letter()
     for word, number in known.items():
-        spelling[number] = bytes(letters[letter] for letter in word) if letters.keys() >= set(word) else word.encode()
+        spelling[number] = (
+            bytes(letters[letter] for letter in word)
+            if letters.keys() >= set(word)
+            else word.encode()
+        )
     for token in added:  # these are spelled as they are
         spelling[token["id"]] = token["content"].encode()
     special = frozenset(token["id"] for token in added if token["special"])
@@ -50,7 +60,9 @@ class Encoder:
         try:
             from tokenizers import Tokenizer
         except ImportError as fault:
-            raise DataError(f"{folder / FILE}: needs the package tokenizers; `pip install lrattnres[transformers]`") from fault
+            raise DataError(
+                f"{folder / FILE}: needs the package tokenizers; `pip install lrattnres[transformers]`"
+            ) from fault
         self.folder, self._fast = folder, Tokenizer.from_file(str(folder / FILE))
         self._fast.no_truncation()
         self._fast.no_padding()
@@ -74,6 +86,12 @@ def _byte_of_letter() -> dict[str, int]:
     """The letters by which GPT-2's vocabulary, and those after it, write bytes: printable ones stand for themselves, and the
     others, in order, for the characters from 256 on.
     """
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + place): byte for place, byte in enumerate(others)
+    }

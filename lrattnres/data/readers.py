@@ -39,17 +39,25 @@ def read_file(path: Path, column: str) -> Iterator[str | None]:
         for row in read(path, column):
             if row.value is not None and not isinstance(row.value, str):
                 kind = type(row.value).__name__
-                raise DataError(f"{path}, {row.place}: {column} holds {kind}, not text; name a text column: data.column=…")
+                raise DataError(
+                    f"{path}, {row.place}: {column} holds {kind}, not text; name a text column: data.column=…"
+                )
             yield row.value or None
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 ({error}); convert it, or take it out of data.root") from error
+        raise DataError(
+            f"{path}: not UTF-8 ({error}); convert it, or take it out of data.root"
+        ) from error
     except (OSError, EOFError, pa.ArrowException) as error:
-        raise DataError(f"{path}: cannot be read to its end, so it may be cut short or damaged ({error})") from error
+        raise DataError(
+            f"{path}: cannot be read to its end, so it may be cut short or damaged ({error})"
+        ) from error
 
 
 def reader_of(path: Path) -> Reader | None:
     """The reader of READERS for the ending of `path`."""
-    return next((read for ending, read in READERS.items() if path.name.lower().endswith(ending)), None)
+    return next(
+        (read for ending, read in READERS.items() if path.name.lower().endswith(ending)), None
+    )
 
 
 def find_files(root: str) -> list[Path]:
@@ -60,7 +68,9 @@ def find_files(root: str) -> list[Path]:
     place = Path(root).expanduser()
     if place.is_file():
         if reader_of(place) is None:
-            raise DataError(f"data.root={root}: unknown ending; write a file that ends with one of {', '.join(READERS)}")
+            raise DataError(
+                f"data.root={root}: unknown ending; write a file that ends with one of {', '.join(READERS)}"
+            )
         return [place]
     if place.is_dir():
         found = sorted(place.rglob("*"), key=lambda path: path.relative_to(place).as_posix())
@@ -68,14 +78,24 @@ def find_files(root: str) -> list[Path]:
         # Path.glob takes no absolute pattern.
         found = [Path(name) for name in sorted(glob.glob(str(place), recursive=True))]  # noqa: PTH207
     if not found and not place.is_dir():
-        raise DataError(f"data.root={root}: no such file or folder, and no file matches it as a glob")
+        raise DataError(
+            f"data.root={root}: no such file or folder, and no file matches it as a glob"
+        )
     files = [path for path in found if path.is_file() and reader_of(path)]
-    skipped = [path for path in found if path not in set(files) and (path.is_file() or path.is_symlink())]
+    skipped = [
+        path for path in found if path not in set(files) and (path.is_file() or path.is_symlink())
+    ]
     if skipped:
-        names = ", ".join(str(path) for path in skipped[:10]) + (f" and {len(skipped) - 10} more" if len(skipped) > 10 else "")
-        warnings.warn(f"data.root={root}: skipped, no ending of {', '.join(READERS)}: {names}", stacklevel=2)
+        names = ", ".join(str(path) for path in skipped[:10]) + (
+            f" and {len(skipped) - 10} more" if len(skipped) > 10 else ""
+        )
+        warnings.warn(
+            f"data.root={root}: skipped, no ending of {', '.join(READERS)}: {names}", stacklevel=2
+        )
     if not files:
-        raise DataError(f"data.root={root}: holds no file that ends with one of {', '.join(READERS)}")
+        raise DataError(
+            f"data.root={root}: holds no file that ends with one of {', '.join(READERS)}"
+        )
     return files
 
 
@@ -98,12 +118,19 @@ def _json_lines(path: Path, column: str, compression: str | None) -> Iterator[Ro
 def _json_text(path: Path, number: int, line: bytes, column: str) -> Any:
     try:
         record = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError) as error:  # ValueError: malformed JSON, not UTF-8, a number of 5,000 digits
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # ValueError: malformed JSON, not UTF-8, a number of 5,000 digits
         raise DataError(f"{path}, line {number}: not a line of JSON in UTF-8 ({error})") from error
     if not isinstance(record, dict):
-        raise DataError(f"{path}, line {number}: a JSON {type(record).__name__}, where an object with a text is needed")
+        raise DataError(
+            f"{path}, line {number}: a JSON {type(record).__name__}, where an object with a text is needed"
+        )
     if column not in record:
-        raise DataError(f"{path}, line {number}: no key {column}; write data.column= one of {', '.join(record) or '(none)'}")
+        raise DataError(
+            f"{path}, line {number}: no key {column}; write data.column= one of {', '.join(record) or '(none)'}"
+        )
     return record[column]
 
 
@@ -113,7 +140,9 @@ def _parquet(path: Path, column: str) -> Iterator[Row]:
     with parquet.ParquetFile(path) as file:
         names = file.schema_arrow.names
         if column not in names:
-            raise DataError(f"{path}: no column {column}; write data.column= one of {', '.join(names) or '(none)'}")
+            raise DataError(
+                f"{path}: no column {column}; write data.column= one of {', '.join(names) or '(none)'}"
+            )
         number = 0
         for batch in file.iter_batches(batch_size=1024, columns=[column]):
             for value in batch.column(column):

@@ -49,13 +49,21 @@ def token_dtype(vocabulary: int) -> np.dtype:
 
 
 def write_shard(
-    path: Path, groups: Iterable[Iterable[tuple[int, np.ndarray]]], header: Mapping[str, Any], vocabulary: int
+    path: Path,
+    groups: Iterable[Iterable[tuple[int, np.ndarray]]],
+    header: Mapping[str, Any],
+    vocabulary: int,
 ) -> Entry:
     """Writes (content hash, tokens) of every row of every group; no tokens where the row is no document.
 
     The file gets its name when it is whole and on the disk.
     """
-    dtype, rows_of, hashes, parts = token_dtype(vocabulary), list[int](), list[int](), list[np.ndarray]()
+    dtype, rows_of, hashes, parts = (
+        token_dtype(vocabulary),
+        list[int](),
+        list[int](),
+        list[np.ndarray](),
+    )
     for group in groups:
         before = len(parts)
         for content, tokens in group:
@@ -70,7 +78,10 @@ def write_shard(
         "checks": np.array([zlib.crc32(part.data) for part in parts], dtype="<u4"),
         "groups": np.array(rows_of, dtype="<i8"),
     }
-    description = dict(header) | {"format": FORMAT, "arrays": {name: [a.dtype.str, len(a)] for name, a in arrays.items()}}
+    description = dict(header) | {
+        "format": FORMAT,
+        "arrays": {name: [a.dtype.str, len(a)] for name, a in arrays.items()},
+    }
     head = json.dumps(description).encode()
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
     tables = zlib.crc32(head)
@@ -100,20 +111,30 @@ class Shard:
             content = np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
             self.header, arrays, tables = _parse(content)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path}: no shard of tokens, or cut short ({error}); tokenize again") from error
-        self.tokens, self.offsets, self.hashes = arrays["tokens"], arrays["offsets"], arrays["hashes"]
+            raise DataError(
+                f"{path}: no shard of tokens, or cut short ({error}); tokenize again"
+            ) from error
+        self.tokens, self.offsets, self.hashes = (
+            arrays["tokens"],
+            arrays["offsets"],
+            arrays["hashes"],
+        )
         self.checks, self.groups = arrays["checks"], arrays["groups"]
         found = Entry(path.name, len(content), len(self.hashes), len(self.tokens), tables)
         if entry is not None and found != entry:
             names = [name for name, value in asdict(entry).items() if asdict(found)[name] != value]
-            raise DataError(f"{path}: damaged: other {', '.join(names)} than {INDEX} says; delete it and tokenize again")
+            raise DataError(
+                f"{path}: damaged: other {', '.join(names)} than {INDEX} says; delete it and tokenize again"
+            )
         self.entry = found
 
     def row(self, row: int) -> np.ndarray:
         """The tokens of one document."""
         tokens = self.tokens[self.offsets[row] : self.offsets[row + 1]]
         if zlib.crc32(tokens.data) != self.checks[row]:
-            raise UnreadableError(f"{self.path}: row {row} is damaged; delete the file and tokenize again")
+            raise UnreadableError(
+                f"{self.path}: row {row} is damaged; delete the file and tokenize again"
+            )
         return tokens
 
 
@@ -143,7 +164,14 @@ class TokenShards:
     streamed = False
     listing = None
 
-    def __init__(self, root: Path, tokenizer: Tokenizer, *, max_tokens: int | None = None, deduplicate: bool = False):
+    def __init__(
+        self,
+        root: Path,
+        tokenizer: Tokenizer,
+        *,
+        max_tokens: int | None = None,
+        deduplicate: bool = False,
+    ):
         """Raises DataError for shards of another tokenizer, and for damaged ones."""
         index = read_index(root)
         if index["tokenizer"] != tokenizer.fingerprint:
@@ -161,13 +189,21 @@ class TokenShards:
         if max_tokens is not None:
             self.rows = self.rows[: int(np.searchsorted(np.cumsum(tokens), max_tokens)) + 1]
             tokens = tokens[: len(self.rows)]
-            self.hashes, self.present = (array[: ends[len(self.rows) - 1]] for array in (self.hashes, self.present))
+            self.hashes, self.present = (
+                array[: ends[len(self.rows) - 1]] for array in (self.hashes, self.present)
+            )
         if deduplicate:
             self.present = first_copies(self.hashes, self.present)
         self.sizes = tokens * token_dtype(tokenizer.vocabulary).itemsize
         self._firsts = np.cumsum(self.rows) - self.rows
         self._limits = np.cumsum([shard.entry.rows for shard in self._shards])
-        parts = (index["source"], tokenizer.fingerprint, [asdict(shard.entry) for shard in self._shards], max_tokens, deduplicate)
+        parts = (
+            index["source"],
+            tokenizer.fingerprint,
+            [asdict(shard.entry) for shard in self._shards],
+            max_tokens,
+            deduplicate,
+        )
         self.fingerprint = hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
         self.description = (
             f"tokens: {self.present.sum():,} documents, {tokens.sum():,} tokens of {index['description']}"
@@ -179,7 +215,12 @@ class TokenShards:
         index = int(np.searchsorted(self._limits, first, side="right"))
         shard = self._shards[index]
         rows = slice(first, first + int(self.rows[number]))
-        return _ShardGroup(shard, first - int(self._limits[index] - shard.entry.rows), self.hashes[rows], self.present[rows])
+        return _ShardGroup(
+            shard,
+            first - int(self._limits[index] - shard.entry.rows),
+            self.hashes[rows],
+            self.present[rows],
+        )
 
 
 class _ShardGroup:
@@ -198,6 +239,8 @@ def read_index(root: Path) -> dict[str, Any]:
             raise ValueError(f"no shards, or format {index['format']}; this version reads {FORMAT}")
         return index
     except FileNotFoundError as error:
-        raise DataError(f"data.root={root}: no {INDEX}; the corpus is not tokenized, or not to its end") from error
+        raise DataError(
+            f"data.root={root}: no {INDEX}; the corpus is not tokenized, or not to its end"
+        ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{root / INDEX}: damaged ({error}); tokenize again") from error

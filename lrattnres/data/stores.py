@@ -63,7 +63,9 @@ class Folder:
             self._path, found = self._path.parent, [self._path]
         else:
             found = [path for path in self._path.rglob("*" + ENDING) if path.is_file()]
-        return _sorted([File(path.relative_to(self._path).as_posix(), path.stat().st_size) for path in found])
+        return _sorted(
+            [File(path.relative_to(self._path).as_posix(), path.stat().st_size) for path in found]
+        )
 
     def read(self, path: str, start: int, length: int) -> bytes:
         try:
@@ -73,7 +75,9 @@ class Folder:
         except (FileNotFoundError, PermissionError) as error:
             raise Refused(str(error)) from error
         if len(content) < length:
-            raise Refused(f"it ends after {start + len(content):,} bytes, where {start + length:,} belong")
+            raise Refused(
+                f"it ends after {start + len(content):,} bytes, where {start + length:,} belong"
+            )
         return content
 
 
@@ -90,21 +94,30 @@ class Web:
         links, folders = set[str](), [self.root]
         for folder in folders:  # grows as subfolders are found
             page = _Links(self._get(folder).text)
-            for link in (urljoin(folder, href).partition("?")[0].partition("#")[0] for href in page.found):
+            for link in (
+                urljoin(folder, href).partition("?")[0].partition("#")[0] for href in page.found
+            ):
                 if link.startswith(folder) and link.endswith("/") and link not in folders:
                     folders.append(link)
                 elif link.startswith(folder) and link.endswith(ENDING):
                     links.add(link)
         with ThreadPoolExecutor(LISTING_THREADS) as pool:
             sizes = list(pool.map(self._size, sorted(links)))
-        return _sorted([File(unquote(link[len(self.root) :]), size) for link, size in zip(sorted(links), sizes, strict=True)])
+        return _sorted(
+            [
+                File(unquote(link[len(self.root) :]), size)
+                for link, size in zip(sorted(links), sizes, strict=True)
+            ]
+        )
 
     def read(self, path: str, start: int, length: int) -> bytes:
         headers = {"Range": f"bytes={start}-{start + length - 1}", "Accept-Encoding": "identity"}
         pieces: list[bytes] = []
         with self._get(self.address(path), headers=headers, stream=True) as answer:
             if answer.status_code != 206:
-                raise Refused(f"{self.address(path)}: the server does not serve ranges of bytes (status {answer.status_code})")
+                raise Refused(
+                    f"{self.address(path)}: the server does not serve ranges of bytes (status {answer.status_code})"
+                )
             try:
                 pieces.extend(answer.iter_content(CHUNK))
             except requests.RequestException:
@@ -122,9 +135,13 @@ class Web:
         return int(answer.headers["Content-Length"])
 
     def _get(self, address: str, method: str = "GET", **options: Any) -> requests.Response:
-        if not hasattr(self._local, "session"):  # sessions keep connections open, and belong to one thread
+        if not hasattr(
+            self._local, "session"
+        ):  # sessions keep connections open, and belong to one thread
             self._local.session = requests.Session()
-        answer = self._local.session.request(method, address, timeout=self._timeout, allow_redirects=True, **options)
+        answer = self._local.session.request(
+            method, address, timeout=self._timeout, allow_redirects=True, **options
+        )
         if 400 <= answer.status_code < 500 and answer.status_code not in TRY_LATER:
             raise Refused(f"{address}: status {answer.status_code} {answer.reason}")
         answer.raise_for_status()
@@ -141,25 +158,42 @@ class Hub(Web):
         from huggingface_hub import HfApi, get_token, hf_hub_url
 
         super().__init__(root, timeout)
-        kind, owner, name, *folder = urlsplit(root).netloc, *urlsplit(root).path.strip("/").split("/")
+        kind, owner, name, *folder = (
+            urlsplit(root).netloc,
+            *urlsplit(root).path.strip("/").split("/"),
+        )
         if kind != "datasets" or not name:
-            raise DataError(f"data.root={root}: no data set of the hub; write hf://datasets/OWNER/NAME/FOLDER")
+            raise DataError(
+                f"data.root={root}: no data set of the hub; write hf://datasets/OWNER/NAME/FOLDER"
+            )
         endpoint = os.environ.get("HF_ENDPOINT") or None
-        self._api, self._repository, self._folder = HfApi(endpoint=endpoint), f"{owner}/{name}", "/".join(folder)
+        self._api, self._repository, self._folder = (
+            HfApi(endpoint=endpoint),
+            f"{owner}/{name}",
+            "/".join(folder),
+        )
         self._url = partial(hf_hub_url, self._repository, repo_type="dataset", endpoint=endpoint)
         token = get_token()
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     def files(self) -> list[File]:
         if self.revision is None or len(self.revision) != 40:
-            self.revision = self._api.dataset_info(self._repository, revision=self.revision, timeout=self._timeout).sha
+            self.revision = self._api.dataset_info(
+                self._repository, revision=self.revision, timeout=self._timeout
+            ).sha
         from huggingface_hub.hf_api import RepoFile
 
         tree = self._api.list_repo_tree(
-            self._repository, self._folder or None, recursive=True, revision=self.revision, repo_type="dataset"
+            self._repository,
+            self._folder or None,
+            recursive=True,
+            revision=self.revision,
+            repo_type="dataset",
         )
         begin = len(self._folder) + 1 if self._folder else 0
-        found = [File(entry.path[begin:], entry.size) for entry in tree if isinstance(entry, RepoFile)]
+        found = [
+            File(entry.path[begin:], entry.size) for entry in tree if isinstance(entry, RepoFile)
+        ]
         return _sorted([file for file in found if file.path.endswith(ENDING)])
 
     def address(self, path: str) -> str:
@@ -179,7 +213,11 @@ class Fsspec:
         import fsspec
 
         protocol = root.partition("://")[0]
-        patience = {"connect_timeout": timeout, "read_timeout": timeout, "retries": {"max_attempts": 1}}
+        patience = {
+            "connect_timeout": timeout,
+            "read_timeout": timeout,
+            "retries": {"max_attempts": 1},
+        }
         options = {"config_kwargs": patience} if protocol in ("s3", "s3a") else {}
         try:
             self._system = fsspec.filesystem(protocol, **options)
@@ -192,7 +230,11 @@ class Fsspec:
 
     def files(self) -> list[File]:
         found = self._system.find(self._path, detail=True)
-        files = [File(name[len(self._path) + 1 :], entry["size"]) for name, entry in found.items() if name.endswith(ENDING)]
+        files = [
+            File(name[len(self._path) + 1 :], entry["size"])
+            for name, entry in found.items()
+            if name.endswith(ENDING)
+        ]
         return _sorted(files)
 
     def read(self, path: str, start: int, length: int) -> bytes:
@@ -279,7 +321,9 @@ class RangeFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        self._position = (
+            offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        )
         return self._position
 
     def tell(self) -> int:
@@ -308,7 +352,12 @@ def _pause(seconds: float) -> None:
         raise StoppedError("reading was stopped")
 
 
-STORES: dict[str, Callable[[str, float], Store]] = {"": Folder, "http": Web, "https": Web, "hf": Hub}
+STORES: dict[str, Callable[[str, float], Store]] = {
+    "": Folder,
+    "http": Web,
+    "https": Web,
+    "hf": Hub,
+}
 
 
 def open_store(root: str, *, timeout: float, retries: int, revision: str | None = None) -> Patient:
@@ -327,7 +376,9 @@ class _Links(HTMLParser):
         self.feed(page)
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.found += [value for name, value in attributes if tag == "a" and name == "href" and value]
+        self.found += [
+            value for name, value in attributes if tag == "a" and name == "href" and value
+        ]
 
 
 def _sorted(files: list[File]) -> list[File]:

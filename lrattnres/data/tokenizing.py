@@ -61,13 +61,22 @@ def tokenize_corpus(config: TokenizeConfig) -> Report:
         _continue(out, plan)
         begin = time.monotonic()
         runs = split_groups(corpus.sizes, config.shard_mb * MIB)
-        bar = tqdm(desc=f"tokenizing {out}", total=int(corpus.sizes.sum()), unit="B", unit_scale=True, disable=None)
+        bar = tqdm(
+            desc=f"tokenizing {out}",
+            total=int(corpus.sizes.sum()),
+            unit="B",
+            unit_scale=True,
+            disable=None,
+        )
         with bar:
             entries, written = _write_all(config, out, corpus, runs, plan, bar)
         for path in out.glob("shard_*.tokens"):  # read ahead of a token budget
             if path.name not in {entry.name for entry in entries}:
                 path.unlink()
-        _write_json(out / INDEX, plan | {"listing": corpus.listing, "shards": [asdict(entry) for entry in entries]})
+        _write_json(
+            out / INDEX,
+            plan | {"listing": corpus.listing, "shards": [asdict(entry) for entry in entries]},
+        )
     seconds = time.monotonic() - begin
     documents = sum(int((np.diff(Shard(out / entry.name).offsets) > 0).sum()) for entry in entries)
     return Report(len(entries), documents, sum(entry.tokens for entry in entries), written, seconds)
@@ -85,7 +94,12 @@ def split_groups(sizes: np.ndarray, target: int) -> list[range]:
 
 
 def _write_all(
-    config: TokenizeConfig, out: Path, corpus: Corpus, runs: list[range], plan: dict[str, Any], bar: tqdm[Any]
+    config: TokenizeConfig,
+    out: Path,
+    corpus: Corpus,
+    runs: list[range],
+    plan: dict[str, Any],
+    bar: tqdm[Any],
 ) -> tuple[list[Entry], int]:
     """The shards in order until they hold `max_tokens`, and the tokens that were written by this call."""
     begin, entries, written, budget = time.monotonic(), list[Entry](), 0, config.data.max_tokens
@@ -99,7 +113,13 @@ def _write_all(
                     number, groups = following
                     path = out / f"shard_{number:05d}.tokens"
                     there = _finished(path)
-                    waiting.append((groups, there is None, _done(there) if there else pool.submit(_work, path, groups, plan)))
+                    waiting.append(
+                        (
+                            groups,
+                            there is None,
+                            _done(there) if there else pool.submit(_work, path, groups, plan),
+                        )
+                    )
                 if not waiting:
                     break
                 groups, new, future = waiting.popleft()
@@ -108,7 +128,9 @@ def _write_all(
                 bar.update(int(corpus.sizes[groups.start : groups.stop].sum()))
                 bar.set_postfix_str(f"{written / (time.monotonic() - begin):,.0f} tokens/s")
         except BrokenProcessPool as error:
-            raise DataError(f"{out}: a worker was killed, for want of memory perhaps; the same command continues") from error
+            raise DataError(
+                f"{out}: a worker was killed, for want of memory perhaps; the same command continues"
+            ) from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
     return entries, written
@@ -126,9 +148,13 @@ def _work(path: Path, groups: range, plan: dict[str, Any]) -> Entry:
     """One shard, in a worker. Raises DataError where the corpus is not the one that the plan is of."""
     assert _worker is not None
     if _worker.fingerprint != plan["source"]:
-        raise DataError(f"{path}: the corpus changes while it is tokenized; start again when it is at rest")
+        raise DataError(
+            f"{path}: the corpus changes while it is tokenized; start again when it is at rest"
+        )
     header = plan | {"groups": [groups.start, groups.stop]}
-    return write_shard(path, (_rows(_worker, number) for number in groups), header, _worker.tokenizer.vocabulary)
+    return write_shard(
+        path, (_rows(_worker, number) for number in groups), header, _worker.tokenizer.vocabulary
+    )
 
 
 def _rows(documents: EncodedCorpus, number: int) -> Iterator[tuple[int, np.ndarray]]:
@@ -156,9 +182,15 @@ def _continue(out: Path, plan: dict[str, Any]) -> None:
     path = out / PLAN
     if path.exists():
         before = json.loads(path.read_bytes())
-        changed = [f"{key}: {before.get(key)} then, {plan[key]} now" for key in plan if before.get(key) != plan[key]]
+        changed = [
+            f"{key}: {before.get(key)} then, {plan[key]} now"
+            for key in plan
+            if before.get(key) != plan[key]
+        ]
         if changed:
-            raise DataError(f"out={out}: holds shards of something else ({'; '.join(changed)}); write another folder")
+            raise DataError(
+                f"out={out}: holds shards of something else ({'; '.join(changed)}); write another folder"
+            )
     elif any(out.glob("shard_*")):
         raise DataError(f"out={out}: holds shards, but no {PLAN}; write another folder")
     (out / INDEX).unlink(missing_ok=True)
@@ -182,5 +214,7 @@ def _alone(out: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise DataError(f"out={out}: another process writes there; wait for it, or write another folder") from None
+            raise DataError(
+                f"out={out}: another process writes there; wait for it, or write another folder"
+            ) from None
         yield

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from lrattnres.data.packing import IGNORE
-from lrattnres.depth.probe import DepthProbe
+from lrattnres.distributed.ranks import Ranks
 from lrattnres.evaluation.heldout import shares
 from lrattnres.evaluation.loss import window_losses
 from lrattnres.model.transformer import Transformer
-from lrattnres.ranks import Ranks
+from lrattnres.residual.probe import DepthProbe
 
 
 @torch.no_grad()
@@ -45,6 +45,8 @@ def diagnose(
     in_order = ranks.gather(torch.stack(of_batches)).transpose(0, 1).flatten(0, 1)
     total = DepthProbe(model.router)
     sums = total.sums()
-    for own, value in zip(sums, reduce(torch.add, in_order).split([len(own) for own in sums]), strict=True):
+    for own, value in zip(
+        sums, reduce(torch.add, in_order).split([len(own) for own in sums]), strict=True
+    ):
         own.copy_(value)
     return total.results()

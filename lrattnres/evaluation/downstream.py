@@ -14,9 +14,9 @@ import torch
 from lrattnres.config import ConfigError, EvalConfig, Precision, TokenizerName
 from lrattnres.data.errors import DataError
 from lrattnres.data.tokenizers import Tokenizer, build_tokenizer
+from lrattnres.distributed.ranks import placement
 from lrattnres.evaluation.run import device_faults, find_weights, load_weights, run_of, tokenizer_of
 from lrattnres.exchange.folder import CONFIG, Exported, FolderError
-from lrattnres.ranks import placement
 from lrattnres.runs.files import from_json, to_json, write_atomic
 
 BATCH = 16
@@ -60,10 +60,14 @@ class Pretrained:
 
         file = exported.path / "tokenizer.json"
         if not file.exists():
-            raise FolderError(f"{file}: not there; copy the tokenizer of the pretrained model into the folder")
+            raise FolderError(
+                f"{file}: not there; copy the tokenizer of the pretrained model into the folder"
+            )
         end = from_json((exported.path / CONFIG).read_bytes())["eos_token_id"]
         if exported.separator is None:
-            raise FolderError(f"{exported.path / CONFIG}: bos_token_id and eos_token_id are null, and texts need a beginning")
+            raise FolderError(
+                f"{exported.path / CONFIG}: bos_token_id and eos_token_id are null, and texts need a beginning"
+            )
         self.name, self.prefix = str(file), exported.separator
         self.ends = frozenset(end if isinstance(end, list) else [end])
         self._fast = Fast.from_file(str(file))
@@ -100,16 +104,27 @@ def evaluate_tasks(config: EvalConfig) -> Path:
     check_names(config.downstream, manager.all_tasks)
     folder, source = find_weights(config, print)
     tokenizer: Trained | Pretrained
-    if isinstance(source, Exported) and not folder.config_path.exists():  # it was never trained here
+    if (
+        isinstance(source, Exported) and not folder.config_path.exists()
+    ):  # it was never trained here
         settings, precision, named = source.model, Precision.float32, source.tokenizer
         tokenizer = Trained(build_tokenizer(TokenizerName[named])) if named else Pretrained(source)
     else:
         run = run_of(folder, source)
-        settings, precision, tokenizer = run.model, run.precision, Trained(tokenizer_of(folder, run))
+        settings, precision, tokenizer = (
+            run.model,
+            run.precision,
+            Trained(tokenizer_of(folder, run)),
+        )
     model = load_weights(settings, source, config, config.precision or precision)
-    backends = {"device": str(model.head.weight.device), "precision": (config.precision or precision).name}
+    backends = {
+        "device": str(model.head.weight.device),
+        "precision": (config.precision or precision).name,
+    }
     backends |= {"attention": model.attention.name, "depth_kernels": model.router.kernels.name}
-    print(f"{source.path}: {', '.join(backends.values())}; {len(config.downstream)} tasks, tokenizer {tokenizer.name}")
+    print(
+        f"{source.path}: {', '.join(backends.values())}; {len(config.downstream)} tasks, tokenizer {tokenizer.name}"
+    )
     harness = HarnessModel(model, tokenizer, config.batch or BATCH)
     try:
         results = simple_evaluate(
@@ -117,11 +132,17 @@ def evaluate_tasks(config: EvalConfig) -> Path:
             bootstrap_iters=RESAMPLES, log_samples=False,
         )  # fmt: skip
     except (OSError, ConnectionError) as fault:
-        raise DataError(f"downstream={config.downstream}: the data of a task cannot be had: {fault}") from fault
+        raise DataError(
+            f"downstream={config.downstream}: the data of a task cannot be had: {fault}"
+        ) from fault
     file = folder.path / "evaluation" / f"step_{source.step:06d}.downstream.json"
     file.parent.mkdir(exist_ok=True)
     assert results is not None
-    kept = {name: results[name] for name in ("results", "versions", "n-shot", "n-samples") if name in results}
+    kept = {
+        name: results[name]
+        for name in ("results", "versions", "n-shot", "n-samples")
+        if name in results
+    }
     kept["measured"] = {task: backends | {"limit": config.limit} for task in results["results"]}
     before = from_json(file.read_bytes()) if file.exists() else {}  # other tasks keep their results
     kept = {name: before.get(name, {}) | values for name, values in kept.items()}
@@ -139,7 +160,9 @@ def _check(config: EvalConfig) -> None:
     ]
     faults += device_faults(config)
     if not config.downstream:
-        faults.append("downstream=[]: names no task; write downstream=[hellaswag,piqa], or leave it out")
+        faults.append(
+            "downstream=[]: names no task; write downstream=[hellaswag,piqa], or leave it out"
+        )
     for name in ("batch", "limit"):
         value = getattr(config, name)
         if value is not None and value < 1:
@@ -149,7 +172,9 @@ def _check(config: EvalConfig) -> None:
     if placement()[1] > 1:
         faults.append("downstream=[…]: one process measures tasks; start it without torchrun")
     if importlib.util.find_spec("lm_eval") is None:
-        faults.append("downstream=[…]: the package lm_eval is not installed; `pip install lrattnres[eval]`")
+        faults.append(
+            "downstream=[…]: the package lm_eval is not installed; `pip install lrattnres[eval]`"
+        )
     if faults:
         raise ConfigError(faults)
 
@@ -161,7 +186,9 @@ def check_names(wanted: list[str], known: list[str]) -> None:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
-            faults.append(f"downstream: {name} is no task of the harness, nor of tasks=FOLDER{hint}")
+            faults.append(
+                f"downstream: {name} is no task of the harness, nor of tasks=FOLDER{hint}"
+            )
     if faults:
         raise ConfigError(faults)
 
@@ -176,5 +203,7 @@ def _table(results: dict[str, dict[str, Any]]) -> list[str]:
                 continue
             error = values.get(f"{name}_stderr,{rest}")
             spread = f" ± {error:.4f}" if isinstance(error, float) else ""
-            lines.append(f"{task:<24}{name if rest in ('none', '') else key:<24}{value:.4f}{spread}")
+            lines.append(
+                f"{task:<24}{name if rest in ('none', '') else key:<24}{value:.4f}{spread}"
+            )
     return lines

@@ -50,7 +50,10 @@ class HarnessModel(TemplateLM):
     def __init__(self, model: Transformer, tokenizer: TaskTokenizer, batch: int):
         super().__init__()
         self.model, self.words, self.batch = model, tokenizer, batch
-        self.context, self.decoder = model.config.context, Decoder(model, tokenizer.prefix, documents=False)
+        self.context, self.decoder = (
+            model.config.context,
+            Decoder(model, tokenizer.prefix, documents=False),
+        )
 
     @property
     def eot_token_id(self) -> int:
@@ -60,10 +63,16 @@ class HarnessModel(TemplateLM):
     def tokenizer_name(self) -> str:
         return self.words.name
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
-        return ([] if add_special_tokens is False else self.words.opening) + self.words.encode(string)
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **options: Any
+    ) -> list[int]:
+        return ([] if add_special_tokens is False else self.words.opening) + self.words.encode(
+            string
+        )
 
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
         """Of whole texts, in nats: every token once, in windows of the model's context."""
         pairs, owners = list[Pair](), list[int]()
         for number, request in enumerate(requests):
@@ -72,23 +81,33 @@ class HarnessModel(TemplateLM):
                 pairs.append((("", ""), *make_disjoint_window(window)))
                 owners.append(number)
         sums = [0.0] * len(requests)
-        for number, (value, _) in zip(owners, self._loglikelihood_tokens(pairs, disable_tqdm=disable_tqdm), strict=True):
+        for number, (value, _) in zip(
+            owners, self._loglikelihood_tokens(pairs, disable_tqdm=disable_tqdm), strict=True
+        ):
             sums[number] += value
         for request, value in zip(requests, sums, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, value)
         return sums
 
     @torch.no_grad()
-    def _loglikelihood_tokens(self, requests: list[Pair], disable_tqdm: bool = False, **options: Any) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(
+        self, requests: list[Pair], disable_tqdm: bool = False, **options: Any
+    ) -> list[tuple[float, bool]]:
         """Log-likelihood of each continuation in nats, and whether greedy decoding would write it.
 
         What is longer than the model's context loses its beginning. Raises DataError for a continuation that does.
         """
         found: dict[int, tuple[float, bool]] = {}
-        order = sorted(range(len(requests)), key=lambda number: -len(requests[number][1]) - len(requests[number][2]))
+        order = sorted(
+            range(len(requests)),
+            key=lambda number: -len(requests[number][1]) - len(requests[number][2]),
+        )
         with tqdm(total=len(requests), desc="log-likelihoods", disable=disable_tqdm or None) as bar:
             for numbers in _chunks(order, self.batch):
-                rows = [(requests[number][1] + requests[number][2])[-self.context - 1 :] for number in numbers]
+                rows = [
+                    (requests[number][1] + requests[number][2])[-self.context - 1 :]
+                    for number in numbers
+                ]
                 logits = self._logits([row[:-1] for row in rows])
                 for place, (number, row) in enumerate(zip(numbers, rows, strict=True)):
                     target = torch.tensor(requests[number][2], device=logits.device)
@@ -97,11 +116,17 @@ class HarnessModel(TemplateLM):
                             f"a continuation of {len(target)} tokens: must be between 1 and {self.context}, the context; "
                             "leave its task out of downstream=[…]"
                         )
-                    scores = logits[place, len(row) - 1 - len(target) : len(row) - 1].float().log_softmax(-1)
+                    scores = (
+                        logits[place, len(row) - 1 - len(target) : len(row) - 1]
+                        .float()
+                        .log_softmax(-1)
+                    )
                     chosen = scores.gather(-1, target.unsqueeze(-1)).sum(dtype=torch.float64).item()
                     found[number] = chosen, bool((scores.argmax(-1) == target).all())
                     if requests[number][0] != ("", ""):
-                        self.cache_hook.add_partial("loglikelihood", requests[number][0], found[number])
+                        self.cache_hook.add_partial(
+                            "loglikelihood", requests[number][0], found[number]
+                        )
                 bar.update(len(numbers))
         return [found[number] for number in range(len(requests))]
 
@@ -113,10 +138,16 @@ class HarnessModel(TemplateLM):
             alike.setdefault(_limits(request.args[1]), []).append(number)
         with tqdm(total=len(requests), desc="texts", disable=disable_tqdm or None) as bar:
             for (length, until), numbers in alike.items():
-                most = max(self.context - length, self.context // 2)  # a prompt keeps half of the context at least
+                most = max(
+                    self.context - length, self.context // 2
+                )  # a prompt keeps half of the context at least
                 for chunk in _chunks(numbers, self.batch):
-                    prompts = [self.tok_encode(requests[number].args[0])[-most:] for number in chunk]
-                    texts = self._continue([prompt or [self.words.prefix] for prompt in prompts], length, until)
+                    prompts = [
+                        self.tok_encode(requests[number].args[0])[-most:] for number in chunk
+                    ]
+                    texts = self._continue(
+                        [prompt or [self.words.prefix] for prompt in prompts], length, until
+                    )
                     for number, text in zip(chunk, texts, strict=True):
                         made[number] = text
                         self.cache_hook.add_partial("generate_until", requests[number].args, text)
@@ -128,7 +159,9 @@ class HarnessModel(TemplateLM):
         written, texts = [list[int]() for _ in prompts], [""] * len(prompts)
         # The cache has room for the whole context where nothing is said, which is dear for a pretrained model.
         fits = max(map(len, prompts)) + length <= self.context + 1
-        generation = Generation(self.decoder, prompts, Sampling(temperature=0), tokens=length if fits else None)
+        generation = Generation(
+            self.decoder, prompts, Sampling(temperature=0), tokens=length if fits else None
+        )
         while generation.rows:
             for number, token in generation.step().items():
                 if token in self.words.ends:
@@ -138,7 +171,10 @@ class HarnessModel(TemplateLM):
                 texts[number] = self.words.decode(written[number])
                 if len(written[number]) == length or any(stop in texts[number] for stop in until):
                     generation.drop([number])
-        return [text[: min((text.index(stop) for stop in until if stop in text), default=len(text))] for text in texts]
+        return [
+            text[: min((text.index(stop) for stop in until if stop in text), default=len(text))]
+            for text in texts
+        ]
 
     def _logits(self, rows: list[list[int]]) -> torch.Tensor:
         """[rows, longest, vocabulary]; each row is one document, from the beginning of a window."""
@@ -151,7 +187,9 @@ class HarnessModel(TemplateLM):
 def _limits(options: dict[str, Any]) -> tuple[int, tuple[str, ...]]:
     """Most tokens, and the texts that end one."""
     if options.get("do_sample") or options.get("temperature"):
-        raise DataError(f"generation_kwargs={options}: sampling is not had here; write do_sample: false and no temperature")
+        raise DataError(
+            f"generation_kwargs={options}: sampling is not had here; write do_sample: false and no temperature"
+        )
     names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
     length = next((int(options[name]) for name in names if options.get(name)), MOST_GENERATED)
     until = options.get("until") or []

@@ -38,5 +38,9 @@ def load_run(config: EvalConfig, say: Callable[[str], None]) -> TrainedRun:
         torch.set_num_threads(config.threads)
     tokenizer = tokenizer_of(folder, settings)
     return TrainedRun(
-        folder, checkpoint, settings, tokenizer, load_weights(settings.model, checkpoint, config, settings.precision)
+        folder,
+        checkpoint,
+        settings,
+        tokenizer,
+        load_weights(settings.model, checkpoint, config, settings.precision),
     )

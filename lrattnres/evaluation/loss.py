@@ -34,7 +34,12 @@ def token_losses(logits: Tensor, targets: Tensor) -> Losses:
 
 
 def window_losses(
-    model: Transformer, windows: Tensor, separator: int, *, documents: bool, observe: Observer | None = None
+    model: Transformer,
+    windows: Tensor,
+    separator: int,
+    *,
+    documents: bool,
+    observe: Observer | None = None,
 ) -> Losses:
     """The losses of windows [B, T+1]; `documents`: whether attention stays inside a document. An observed pass is eager."""
     inputs, targets, numbers = split_windows(windows, separator)

@@ -9,13 +9,15 @@ from torch import Tensor
 
 from lrattnres.data.packing import segments
 from lrattnres.data.tokenizers import Tokenizer
-from lrattnres.depth.probe import source_name
-from lrattnres.depth.router import Depth
 from lrattnres.model.transformer import Transformer
+from lrattnres.residual.probe import source_name
+from lrattnres.residual.router import Depth
 
 
 @torch.no_grad()
-def depth_reads(model: Transformer, tokens: Tensor, separator: int, *, documents: bool) -> dict[int, Tensor]:
+def depth_reads(
+    model: Transformer, tokens: Tensor, separator: int, *, documents: bool
+) -> dict[int, Tensor]:
     """Site t = 2..M+1 -> α, float32 [T, sources] on the CPU, of one window of tokens [T]; the sources as the plan has them.
 
     Site t feeds sub-layer t, and site M+1 the head; site 1 has one source and no choice. Of several heads it is their
@@ -34,16 +36,23 @@ def depth_reads(model: Transformer, tokens: Tensor, separator: int, *, documents
     return found
 
 
-def reads_record(model: Transformer, tokenizer: Tokenizer, tokens: Tensor, *, documents: bool) -> dict[str, Any]:
+def reads_record(
+    model: Transformer, tokenizer: Tokenizer, tokens: Tensor, *, documents: bool
+) -> dict[str, Any]:
     """`depth_reads` for JSON: tokens with their spelling, and for every site its sources by name and α to six decimals.
 
     A token that is part of a character is spelled by its bytes, as \\xe2.
     """
     reads = depth_reads(model, tokens, tokenizer.separator, documents=documents)
     plan = model.router.plan
-    names = [tokenizer.spell([token]).decode("utf-8", "backslashreplace") for token in tokens.tolist()]
+    names = [
+        tokenizer.spell([token]).decode("utf-8", "backslashreplace") for token in tokens.tolist()
+    ]
     return {
-        "tokens": [{"token": token, "text": name} for token, name in zip(tokens.tolist(), names, strict=True)],
+        "tokens": [
+            {"token": token, "text": name}
+            for token, name in zip(tokens.tolist(), names, strict=True)
+        ],
         "sites": [
             {
                 "site": site,

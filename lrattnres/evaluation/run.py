@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
-from lrattnres.checks import DTYPES, resolve_device
 from lrattnres.config import ConfigError, Device, EvalConfig, ModelConfig, Precision, TrainConfig
+from lrattnres.config.checks import DTYPES, resolve_device
 from lrattnres.data.dataset import Dataset, open_dataset
 from lrattnres.data.tokenizers import Tokenizer, build_tokenizer
+from lrattnres.distributed.ranks import start_ranks
 from lrattnres.evaluation.diagnostics import diagnose
 from lrattnres.evaluation.heldout import HeldOut, evaluate
 from lrattnres.exchange.folder import Exported, is_exported, read_exported
 from lrattnres.kernels.backends import choose_kernels
 from lrattnres.model.attention import choose_attention
 from lrattnres.model.transformer import Transformer, beyond_kernels, build_model
-from lrattnres.ranks import start_ranks
 from lrattnres.runs.checkpoint import Checkpoint
 from lrattnres.runs.files import from_json, to_json, write_atomic
 from lrattnres.runs.find import find_checkpoint
@@ -75,7 +75,9 @@ def evaluate_run(config: EvalConfig) -> Evaluation:
     say(f"{checkpoint.path}: {model.head.weight.device}, {settings.precision.name}, {chosen}")
     budget = settings.evaluation
     windows = dataset.held_out_windows(budget.tokens, budget.batch)
-    held_out = evaluate(model, windows, dataset.tokenizer, documents=settings.documents, ranks=ranks)
+    held_out = evaluate(
+        model, windows, dataset.tokenizer, documents=settings.documents, ranks=ranks
+    )
     say(_sentence(held_out))
     record = {"step": checkpoint.step, **held_out.record(), "precision": settings.precision.name}
     record |= {"attention": model.attention.name, "depth_kernels": model.router.kernels.name}
@@ -83,7 +85,9 @@ def evaluate_run(config: EvalConfig) -> Evaluation:
     diagnostics = None
     if config.diagnostics:
         windows = dataset.held_out_windows(budget.diagnostics_tokens, budget.batch)
-        diagnostics = diagnose(model, windows, dataset.tokenizer.separator, documents=settings.documents, ranks=ranks)
+        diagnostics = diagnose(
+            model, windows, dataset.tokenizer.separator, documents=settings.documents, ranks=ranks
+        )
     result = Evaluation(folder, checkpoint.step, ranks.first, record, diagnostics)
     if ranks.first:
         _say_what_goes(result, say)
@@ -91,14 +95,18 @@ def evaluate_run(config: EvalConfig) -> Evaluation:
     return result
 
 
-def find_weights(config: EvalConfig, say: Callable[[str], None]) -> tuple[RunFolder, Checkpoint | Exported]:
+def find_weights(
+    config: EvalConfig, say: Callable[[str], None]
+) -> tuple[RunFolder, Checkpoint | Exported]:
     """`run` names a run folder, one of the folders under its `checkpoints`, or what scripts/export.py made of one."""
     path = Path(config.run)
     if not is_exported(path):
         return find_checkpoint(config.run, config.step, say)
     exported = read_exported(path)
     if config.step not in (None, exported.step):
-        raise ConfigError([f"step={config.step}: run={path} was exported at step {exported.step}; leave step out"])
+        raise ConfigError(
+            [f"step={config.step}: run={path} was exported at step {exported.step}; leave step out"]
+        )
     return RunFolder(path), exported
 
 
@@ -108,16 +116,30 @@ def run_of(folder: RunFolder, source: Checkpoint | Exported) -> TrainConfig:
     if not isinstance(source, Exported):
         return run
     path = str(source.path) if source.tokenizer is None else run.tokenizer.path
-    return dataclasses.replace(run, model=source.model, tokenizer=dataclasses.replace(run.tokenizer, path=path))
+    return dataclasses.replace(
+        run, model=source.model, tokenizer=dataclasses.replace(run.tokenizer, path=path)
+    )
 
 
 def settings_of(config: EvalConfig, run: TrainConfig) -> TrainConfig:
     """The run's own settings, with what the evaluation says differently."""
-    positive = {"tokens": config.tokens, "batch": config.batch, "diagnostics_tokens": config.diagnostics_tokens}
-    faults = [f"{name}={value}: must be at least 1" for name, value in positive.items() if value is not None and value < 1]
+    positive = {
+        "tokens": config.tokens,
+        "batch": config.batch,
+        "diagnostics_tokens": config.diagnostics_tokens,
+    }
+    faults = [
+        f"{name}={value}: must be at least 1"
+        for name, value in positive.items()
+        if value is not None and value < 1
+    ]
     faults += device_faults(config)
     alone = {"tasks": config.tasks, "limit": config.limit}
-    faults += [f"{name}={value}: has no use without downstream=[…]" for name, value in alone.items() if value is not None]
+    faults += [
+        f"{name}={value}: has no use without downstream=[…]"
+        for name, value in alone.items()
+        if value is not None
+    ]
     if faults:
         raise ConfigError(faults)
     budget = {name: value for name, value in positive.items() if value is not None}
@@ -136,7 +158,9 @@ def device_faults(config: EvalConfig) -> list[str]:
     """A GPU that was asked for and is not there, and a number of threads that is none."""
     faults = []
     if config.device is Device.cuda and not torch.cuda.is_available():
-        faults.append("device=cuda: this machine has no CUDA GPU that torch can see; write device=cpu or device=auto")
+        faults.append(
+            "device=cuda: this machine has no CUDA GPU that torch can see; write device=cpu or device=auto"
+        )
     if config.threads is not None and config.threads < 1:
         faults.append(f"threads={config.threads}: must be at least 1, or null")
     return faults
@@ -152,7 +176,11 @@ def tokenizer_of(folder: RunFolder, settings: TrainConfig) -> Tokenizer:
     raise RunError(
         f"{folder.path}: its tokenizer {tokenizer.name} is not the one of this machine, so the model would read other tokens "
         "than it was trained on; "
-        + (f"restore the tokenizer.json of {own}" if own else f"install the versions that environment.json of {run} names")
+        + (
+            f"restore the tokenizer.json of {own}"
+            if own
+            else f"install the versions that environment.json of {run} names"
+        )
     )
 
 
@@ -166,7 +194,9 @@ def _check_identity(folder: RunFolder, dataset: Dataset) -> None:
         )
 
 
-def load_weights(model: ModelConfig, source: Checkpoint | Exported, config: EvalConfig, precision: Precision) -> Transformer:
+def load_weights(
+    model: ModelConfig, source: Checkpoint | Exported, config: EvalConfig, precision: Precision
+) -> Transformer:
     """The model of a checkpoint or an exported folder, on the device and with the backends of `config`; not trainable.
 
     Raises ConfigError where those cannot run here.
@@ -174,10 +204,14 @@ def load_weights(model: ModelConfig, source: Checkpoint | Exported, config: Eval
     device, dtype = resolve_device(config.device), DTYPES[precision]
     try:
         attention = choose_attention(config.attention.name, device, dtype, training=False)
-        kernels = choose_kernels(config.kernels.name, device, dtype, compiled=False, beyond=beyond_kernels(model))
+        kernels = choose_kernels(
+            config.kernels.name, device, dtype, compiled=False, beyond=beyond_kernels(model)
+        )
     except ValueError as fault:
         raise ConfigError([str(fault)]) from fault
-    built = build_model(model, seed=None, device=device, attention=attention, dtype=dtype, kernels=kernels)
+    built = build_model(
+        model, seed=None, device=device, attention=attention, dtype=dtype, kernels=kernels
+    )
     source.load({"model": dict(built.state_dict())})
     return built.requires_grad_(False)
 
@@ -187,7 +221,10 @@ def _say_what_goes(result: Evaluation, say: Callable[[str], None]) -> None:
     before = from_json(result.file.read_bytes()) if result.file.exists() else result.record
     other = {name: value for name, value in before.items() if result.record.get(name) != value}
     if other:
-        say(f"{result.file}: replaced; before: " + ", ".join(f"{name} {value}" for name, value in other.items()))
+        say(
+            f"{result.file}: replaced; before: "
+            + ", ".join(f"{name} {value}" for name, value in other.items())
+        )
     file = result.file.with_suffix(".diagnostics.json")
     if result.diagnostics is not None and file.exists():
         tokens = from_json(file.read_bytes()).get("tokens")

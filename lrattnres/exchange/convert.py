@@ -22,12 +22,19 @@ import torch
 from torch import Tensor
 
 from lrattnres.config import ConfigError, DepthConfig, ModelConfig
-from lrattnres.depth.router import VARIANTS
-from lrattnres.exchange.config import ConvertConfig
-from lrattnres.exchange.folder import CONFIG, TOKENIZER, FolderError, new_folder, read_exported, write_model
+from lrattnres.config.commands import ConvertConfig
+from lrattnres.exchange.folder import (
+    CONFIG,
+    TOKENIZER,
+    FolderError,
+    new_folder,
+    read_exported,
+    write_model,
+)
 from lrattnres.exchange.pretrained import Weights, model_of, weights_of
 from lrattnres.model.attention import BACKENDS
 from lrattnres.model.transformer import Transformer, build_model
+from lrattnres.residual.router import VARIANTS
 from lrattnres.runs.files import from_json
 
 # Of a model that was trained here: what it was trained with, so that it is measured on the same held-out tokens.
@@ -54,7 +61,13 @@ def convert(config: ConvertConfig) -> Path:
     given = _given(source)
     target = _target(config, given.model)
     with new_folder(config.out) as path:
-        model = build_model(target, seed=config.seed, device=torch.device("cpu"), attention=BACKENDS["sdpa"], dtype=torch.float32)
+        model = build_model(
+            target,
+            seed=config.seed,
+            device=torch.device("cpu"),
+            attention=BACKENDS["sdpa"],
+            dtype=torch.float32,
+        )
         _fill(model, given, source)
         write_model(path, target, model.state_dict(), _card(config, target), **given.words, step=0)
         for name in (*TOKENIZER, *RUN):
@@ -82,8 +95,16 @@ def _given(source: Path) -> Given:
                 "write a folder with model.residual=baseline, or one not trained since it was converted"
             )
         exported.check()
-        own = {name: partial(read, there) for name, there in names.items() if not name.startswith("router.")}
-        words = {"tokenizer": exported.tokenizer, "separator": exported.separator, "end": tree["eos_token_id"]}
+        own = {
+            name: partial(read, there)
+            for name, there in names.items()
+            if not name.startswith("router.")
+        }
+        words = {
+            "tokenizer": exported.tokenizer,
+            "separator": exported.separator,
+            "end": tree["eos_token_id"],
+        }
         return Given(exported.model, own, words, lambda: None)
     model = model_of(tree, file)
     if model.tied:
@@ -92,12 +113,16 @@ def _given(source: Path) -> Given:
     def done() -> None:
         left = sorted(name for name in read.unread if not name.endswith("rotary_emb.inv_freq"))
         if left:
-            raise FolderError(f"{source}: tensors that have no place in the model: {', '.join(left)}")
+            raise FolderError(
+                f"{source}: tensors that have no place in the model: {', '.join(left)}"
+            )
 
     # A model without a token of its own for the beginning was trained with the end of the text before.
     end, first = tree.get("eos_token_id"), tree.get("bos_token_id")
     first = first if first is not None else end[0] if isinstance(end, list) else end
-    return Given(model, weights_of(read, model), {"tokenizer": None, "separator": first, "end": end}, done)
+    return Given(
+        model, weights_of(read, model), {"tokenizer": None, "separator": first, "end": end}, done
+    )
 
 
 def _target(config: ConvertConfig, given: ModelConfig) -> ModelConfig:
@@ -106,22 +131,36 @@ def _target(config: ConvertConfig, given: ModelConfig) -> ModelConfig:
     if variant.residual not in VARIANTS:
         faults.append(f"model.residual={variant.residual}: must be one of {', '.join(VARIANTS)}")
     elif keys is None or not keys.ranked:
-        unused = {"rank": variant.rank} if keys else {n: getattr(variant, n) for n in ("rank", "blocks", "routing", "gate")}
+        unused = (
+            {"rank": variant.rank}
+            if keys
+            else {n: getattr(variant, n) for n in ("rank", "blocks", "routing", "gate")}
+        )
         faults += [
             f"model.{name}={value}: has no meaning for model.residual={variant.residual}; leave it out"
             for name, value in unused.items()
             if value not in (None, False)
         ]
     elif variant.rank is None or not 1 <= variant.rank <= given.dim:
-        faults.append(f"model.rank={variant.rank}: {variant.residual} needs a key width between 1 and {given.dim}")
+        faults.append(
+            f"model.rank={variant.rank}: {variant.residual} needs a key width between 1 and {given.dim}"
+        )
     if keys and variant.blocks is not None and not 1 <= variant.blocks <= 2 * given.layers:
-        faults.append(f"model.blocks={variant.blocks}: must be between 1 and {2 * given.layers}, the number of sub-layers")
+        faults.append(
+            f"model.blocks={variant.blocks}: must be between 1 and {2 * given.layers}, the number of sub-layers"
+        )
     if config.context is not None and not 1 <= config.context <= given.context:
-        faults.append(f"context={config.context}: must be between 1 and {given.context}, what the model was trained for")
+        faults.append(
+            f"context={config.context}: must be between 1 and {given.context}, what the model was trained for"
+        )
     if faults:
         raise ConfigError(faults)
-    chosen = {name: getattr(variant, name) for name in ("residual", "rank", "blocks", "routing", "gate")}
-    return dataclasses.replace(given, **chosen, depth=DepthConfig(), context=config.context or given.context)
+    chosen = {
+        name: getattr(variant, name) for name in ("residual", "rank", "blocks", "routing", "gate")
+    }
+    return dataclasses.replace(
+        given, **chosen, depth=DepthConfig(), context=config.context or given.context
+    )
 
 
 @torch.no_grad()
@@ -137,9 +176,13 @@ def _fill(model: Transformer, given: Given, source: Path) -> None:
         if name.endswith("output.weight"):
             tensor = tensor[:dim]  # without the key rows of a model that was trained here
         if place.shape != tensor.shape:
-            raise FolderError(f"{source}: {name} has shape {tuple(tensor.shape)}, but {CONFIG} says {tuple(place.shape)}")
+            raise FolderError(
+                f"{source}: {name} has shape {tuple(tensor.shape)}, but {CONFIG} says {tuple(place.shape)}"
+            )
         place.copy_(tensor)
-    missing = [name for name in state.keys() - given.weights.keys() if not name.startswith("router.")]
+    missing = [
+        name for name in state.keys() - given.weights.keys() if not name.startswith("router.")
+    ]
     if missing:
         raise FolderError(f"{source}: no weights for {', '.join(sorted(missing))}")
     given.done()

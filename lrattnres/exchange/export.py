@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from lrattnres.config import TrainConfig
+from lrattnres.config.commands import ExportConfig
 from lrattnres.data.tokenizers import build_tokenizer
-from lrattnres.exchange.config import ExportConfig
 from lrattnres.exchange.folder import CONFIG, TOKENIZER, figures, new_folder, write_model
 from lrattnres.model.attention import BACKENDS
 from lrattnres.model.transformer import Transformer, build_model
@@ -38,10 +38,14 @@ def export_run(config: ExportConfig) -> Path:
     folder, checkpoint = find_checkpoint(config.run, config.step, print)
     settings = RunFolder.read_config(folder.path)
     with new_folder(config.out) as path:
-        model = build_model(settings.model, seed=None, device=CPU, attention=BACKENDS["sdpa"], dtype=torch.float32)
+        model = build_model(
+            settings.model, seed=None, device=CPU, attention=BACKENDS["sdpa"], dtype=torch.float32
+        )
         checkpoint.load({"model": dict(model.state_dict())})
         tokenizer = build_tokenizer(settings.tokenizer)
-        own = Path(settings.tokenizer.path) if settings.tokenizer.path else None  # of the model that it was made of
+        own = (
+            Path(settings.tokenizer.path) if settings.tokenizer.path else None
+        )  # of the model that it was made of
         card = model_card(settings, model, checkpoint.step, figures(folder.path, checkpoint.step))
         write_model(
             path,
@@ -62,17 +66,27 @@ def export_run(config: ExportConfig) -> Path:
 
 def _ends(own: Path | None, separator: int) -> int | list[int]:
     """What ends a text: the separator, which training puts between two, and what the model that the tokenizer came from says."""
-    said = from_json((own / CONFIG).read_bytes()).get("eos_token_id") if own and (own / CONFIG).exists() else None
+    said = (
+        from_json((own / CONFIG).read_bytes()).get("eos_token_id")
+        if own and (own / CONFIG).exists()
+        else None
+    )
     ends = {separator, *(said if isinstance(said, list) else [] if said is None else [said])}
     return separator if ends == {separator} else sorted(ends)
 
 
-def model_card(settings: TrainConfig, model: Transformer, step: int, measured: dict[str, Any]) -> str:
+def model_card(
+    settings: TrainConfig, model: Transformer, step: int, measured: dict[str, Any]
+) -> str:
     """The card as Markdown: what the model is, its figures, and how to use it."""
     config = settings.model
     blocks = f"{config.blocks} blocks" if config.blocks else "every sub-layer a source"
     keys = f", rank {config.rank}" if config.rank else ""
-    residual = f"`{config.residual}`, {blocks}{keys}" if model.router.variant.keys else f"`{config.residual}`"
+    residual = (
+        f"`{config.residual}`, {blocks}{keys}"
+        if model.router.variant.keys
+        else f"`{config.residual}`"
+    )
     parameters = sum(parameter.numel() for parameter in model.parameters())
     rows = [
         ("residual path", residual),

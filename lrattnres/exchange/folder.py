@@ -38,7 +38,14 @@ from lrattnres.runs.metrics import MetricsFile
 
 FORMAT = 1
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "tokenizer.model")
+TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
 CHECKSUM = "model.safetensors.sha256"  # as sha256sum writes and checks it
 MODELING = Path(__file__).with_name("modeling_lrattnres.py")
 
@@ -65,9 +72,14 @@ class Exported:
 
     def check(self) -> None:
         """Raises FolderError for weights that are not those that were written."""
-        file, written = self.path / WEIGHTS, self.path / CHECKSUM  # which is not there if transformers saved the folder
+        file, written = (
+            self.path / WEIGHTS,
+            self.path / CHECKSUM,
+        )  # which is not there if transformers saved the folder
         if written.exists() and self.fingerprint() not in written.read_text(encoding="utf-8"):
-            raise FolderError(f"{file}: damaged: its SHA-256 is not the one in {CHECKSUM}; copy or export the folder again")
+            raise FolderError(
+                f"{file}: damaged: its SHA-256 is not the one in {CHECKSUM}; copy or export the folder again"
+            )
 
     def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Copies the weights into the tensors of `state["model"]`.
@@ -78,22 +90,33 @@ class Exported:
         file, wanted = self.path / WEIGHTS, state["model"]
         try:
             # transformers puts the name of its own attribute before those of ours when it saves a model.
-            saved = {name.removeprefix("model."): tensor for name, tensor in load_file(file).items()}
+            saved = {
+                name.removeprefix("model."): tensor for name, tensor in load_file(file).items()
+            }
         except (OSError, SafetensorError) as fault:
             raise FolderError(f"{file}: cannot be read: {fault}") from fault
         faults = [f"{name}: in the file, but not wanted" for name in saved.keys() - wanted.keys()]
         faults += [f"{name}: not in the file" for name in wanted.keys() - saved.keys()]
         for name in wanted.keys() & saved.keys():
             if saved[name].shape != wanted[name].shape:
-                faults.append(f"{name}: {tuple(saved[name].shape)} in the file, {tuple(wanted[name].shape)} wanted")
+                faults.append(
+                    f"{name}: {tuple(saved[name].shape)} in the file, {tuple(wanted[name].shape)} wanted"
+                )
         if faults:
-            raise FolderError(f"{file} does not fit {CONFIG}:\n" + "\n".join(f"  - {fault}" for fault in sorted(faults)))
+            raise FolderError(
+                f"{file} does not fit {CONFIG}:\n"
+                + "\n".join(f"  - {fault}" for fault in sorted(faults))
+            )
         self.check()
         with torch.no_grad():
             for name, tensor in wanted.items():
                 if isinstance(tensor, DTensor):  # every rank reads the file, and keeps its part
                     whole = saved[name].to(tensor.device)
-                    tensor.copy_(distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None))
+                    tensor.copy_(
+                        distribute_tensor(
+                            whole, tensor.device_mesh, tensor.placements, src_data_rank=None
+                        )
+                    )
                 else:
                     tensor.copy_(saved[name])
 
@@ -114,15 +137,21 @@ def read_exported(path: Path) -> Exported:
     try:
         tree = from_json(file.read_bytes())["lrattnres"]
         if tree["format"] != FORMAT:
-            raise FolderError(f"{file}: format {tree['format']}, this version reads {FORMAT}; use the one that wrote it")
+            raise FolderError(
+                f"{file}: format {tree['format']}, this version reads {FORMAT}; use the one that wrote it"
+            )
         model = parse(ModelConfig, tree["model"])
         return Exported(path, model, tree["tokenizer"], tree["separator"], tree["step"])
     except ConfigError as fault:
         raise FolderError(f"{file}: not a model as this version knows it:\n{fault}") from fault
     except FileNotFoundError:
-        raise FolderError(f"{file}: not there; write a folder that scripts/export.py or scripts/convert.py made") from None
+        raise FolderError(
+            f"{file}: not there; write a folder that scripts/export.py or scripts/convert.py made"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError) as fault:
-        raise FolderError(f"{file}: not the description of a model of lrattnres: {fault!r}") from fault
+        raise FolderError(
+            f"{file}: not the description of a model of lrattnres: {fault!r}"
+        ) from fault
 
 
 def load_model(
@@ -146,7 +175,9 @@ def load_model(
         device=device,
         attention=choose_attention(attention, device, dtype, training=False),
         dtype=dtype,
-        kernels=choose_kernels(kernels, device, dtype, compiled=False, beyond=beyond_kernels(exported.model)),
+        kernels=choose_kernels(
+            kernels, device, dtype, compiled=False, beyond=beyond_kernels(exported.model)
+        ),
     )
     exported.load({"model": dict(model.state_dict())})
     return model
@@ -160,7 +191,9 @@ def new_folder(out: str) -> Iterator[Path]:
     """
     path = Path(out)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise FolderError(f"out={out}: there is something already; write another folder, or remove it")
+        raise FolderError(
+            f"out={out}: there is something already; write another folder, or remove it"
+        )
     partial = path.with_name(f".{path.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -187,7 +220,11 @@ def write_model(
     """Everything but the files of a run or of a tokenizer. weights: by their names in `Transformer`; separator: the token
     that opens a text; end: what ends one when text is generated.
     """
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, path / WEIGHTS, {"format": "pt"})
+    save_file(
+        {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()},
+        path / WEIGHTS,
+        {"format": "pt"},
+    )
     own = {"format": FORMAT, "version": version("lrattnres"), "model": plain(config)}
     own |= {"tokenizer": tokenizer, "separator": separator, "step": step}
     tree = {
@@ -210,10 +247,14 @@ def write_model(
         "lrattnres": own,
     }
     (path / CONFIG).write_text(to_json(tree, indent=2) + "\n", encoding="utf-8")
-    shutil.copymode(path / CONFIG, path / WEIGHTS)  # safetensors makes a file that nobody else may read
+    shutil.copymode(
+        path / CONFIG, path / WEIGHTS
+    )  # safetensors makes a file that nobody else may read
     # transformers would else make a cache, which the model does not take.
     generation = {"bos_token_id": separator, "eos_token_id": end, "use_cache": False}
-    (path / "generation_config.json").write_text(to_json(generation, indent=2) + "\n", encoding="utf-8")
+    (path / "generation_config.json").write_text(
+        to_json(generation, indent=2) + "\n", encoding="utf-8"
+    )
     (path / CHECKSUM).write_text(f"{_sha256(path / WEIGHTS)}  {WEIGHTS}\n", encoding="utf-8")
     (path / CARD).write_text(card, encoding="utf-8")
     shutil.copyfile(MODELING, path / MODELING.name)

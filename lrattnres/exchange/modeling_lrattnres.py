@@ -39,7 +39,9 @@ class LrattnresForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: LrattnresConfig):
         super().__init__(config)
         if config.lrattnres is None:
-            raise ValueError("config.lrattnres is not there: take the config.json of a folder that lrattnres wrote")
+            raise ValueError(
+                "config.lrattnres is not there: take the config.json of a folder that lrattnres wrote"
+            )
         self.model = Transformer(parse(ModelConfig, config.lrattnres["model"]), BACKENDS["sdpa"])
         self.post_init()
 
@@ -51,7 +53,11 @@ class LrattnresForCausalLM(PreTrainedModel, GenerationMixin):
 
         A model from a configuration alone is drawn as a whole. What a file lacks is no reason to draw it: ValueError.
         """
-        lacking = [name for name, weight in self.named_parameters() if not getattr(weight, "_is_hf_initialized", False)]
+        lacking = [
+            name
+            for name, weight in self.named_parameters()
+            if not getattr(weight, "_is_hf_initialized", False)
+        ]
         if lacking and len(lacking) < len(list(self.parameters())):
             raise ValueError(f"no weights for {', '.join(lacking)}: the folder is damaged")
         if module is self.model.embedding:
@@ -83,7 +89,9 @@ class LrattnresForCausalLM(PreTrainedModel, GenerationMixin):
             documents = _contiguous(attention_mask)
         if position_ids is not None:
             _check_positions(position_ids, documents)
-        self.model.dtype = self.model.embedding.weight.dtype  # `from_pretrained` and `to` may have changed it
+        self.model.dtype = (
+            self.model.embedding.weight.dtype
+        )  # `from_pretrained` and `to` may have changed it
         logits = self.model(input_ids, self.model.mask(documents, *input_ids.shape))
         loss = None
         if labels is not None:
@@ -97,7 +105,9 @@ def _contiguous(mask: Tensor) -> Tensor:
     """The mask [B, T] as document numbers: padding is a document of its own, which no token of the text sees."""
     numbers = mask.to(torch.int32)
     if mask.dim() != 2 or bool((numbers.diff(dim=1) == 1).sum(1).add(numbers[:, 0]).gt(1).any()):
-        raise ValueError("attention_mask: must be [B, T] with the ones of a row side by side; pad on one side only")
+        raise ValueError(
+            "attention_mask: must be [B, T] with the ones of a row side by side; pad on one side only"
+        )
     return numbers
 
 

@@ -30,17 +30,35 @@ FIXED = {
 
 def model_of(tree: Mapping[str, Any], file: Path) -> ModelConfig:
     """The model that a config.json describes, as `baseline`. Raises FolderError with everything that cannot be had here."""
-    faults = [f"{key}={tree[key]!r}: must be {value!r} here" for key, value in FIXED.items() if tree.get(key, value) != value]
+    faults = [
+        f"{key}={tree[key]!r}: must be {value!r} here"
+        for key, value in FIXED.items()
+        if tree.get(key, value) != value
+    ]
     layer_types = set(tree.get("layer_types") or ()) - {"full_attention"}
-    faults += [f"layer_types has {name}: only full_attention is had here" for name in sorted(layer_types)]
+    faults += [
+        f"layer_types has {name}: only full_attention is had here" for name in sorted(layer_types)
+    ]
     family = tree.get("model_type")
     if family not in FAMILIES:
         faults.append(f"model_type={family!r}: must be one of {', '.join(FAMILIES)}")
-    needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "rms_norm_eps")
-    faults += [f"{key}: not there" for key in (*needed, "max_position_embeddings") if key not in tree]
+    needed = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "vocab_size",
+        "rms_norm_eps",
+    )
+    faults += [
+        f"{key}: not there" for key in (*needed, "max_position_embeddings") if key not in tree
+    ]
     base, scaling = _rope(tree, faults)
     if faults:
-        raise FolderError(f"{file}: no model that can be converted:\n" + "\n".join(f"  - {fault}" for fault in faults))
+        raise FolderError(
+            f"{file}: no model that can be converted:\n"
+            + "\n".join(f"  - {fault}" for fault in faults)
+        )
     return ModelConfig(
         residual="",
         rank=None,
@@ -80,8 +98,14 @@ def _rope(tree: Mapping[str, Any], faults: list[str]) -> tuple[float, RopeScalin
         faults.append(f"rope_type={kind!r}: must be one of {', '.join(ROPE)}")
         return base, RopeScaling()
     faults += [f"rope {kind}: {name} is not there" for name in used[kind] if name not in given]
-    faults += [f"rope {kind}: {name}={given[name]!r} has no meaning here" for name in given if name not in used[kind]]
-    return base, RopeScaling(ROPE[kind], **{names[name]: given[name] for name in used[kind] if name in given})
+    faults += [
+        f"rope {kind}: {name}={given[name]!r} has no meaning here"
+        for name in given
+        if name not in used[kind]
+    ]
+    return base, RopeScaling(
+        ROPE[kind], **{names[name]: given[name] for name in used[kind] if name in given}
+    )
 
 
 class Weights:
@@ -96,7 +120,9 @@ class Weights:
                 with safe_open(folder / WEIGHTS, framework="pt") as file:
                     self.files = dict.fromkeys(file.keys(), WEIGHTS)
         except (OSError, ValueError, KeyError, SafetensorError) as fault:
-            raise FolderError(f"{folder}: neither {WEIGHTS} nor {INDEX} can be read: {fault}") from fault
+            raise FolderError(
+                f"{folder}: neither {WEIGHTS} nor {INDEX} can be read: {fault}"
+            ) from fault
         self.unread = set(self.files)
 
     def __call__(self, name: str) -> Tensor:
@@ -108,7 +134,9 @@ class Weights:
             with safe_open(self.folder / self.files[name], framework="pt") as file:
                 return file.get_tensor(name).float()
         except (OSError, SafetensorError) as fault:
-            raise FolderError(f"{self.folder / self.files[name]}: cannot be read: {fault}") from fault
+            raise FolderError(
+                f"{self.folder / self.files[name]}: cannot be read: {fault}"
+            ) from fault
 
 
 def interleaved(rows: Tensor, width: int) -> Tensor:
@@ -116,7 +144,9 @@ def interleaved(rows: Tensor, width: int) -> Tensor:
     return rows.unflatten(0, (-1, 2, width // 2)).transpose(1, 2).flatten(0, 2)
 
 
-def weights_of(read: Callable[[str], Tensor], config: ModelConfig) -> dict[str, Callable[[], Tensor]]:
+def weights_of(
+    read: Callable[[str], Tensor], config: ModelConfig
+) -> dict[str, Callable[[], Tensor]]:
     """Name in `Transformer` -> what makes that tensor, of everything a pretrained model knows."""
     width, made = config.head_width, dict[str, Callable[[], Tensor]]()
     made["embedding.weight"] = lambda: read("model.embed_tokens.weight")
@@ -136,16 +166,25 @@ def _block(
         f"{attention}.gain.gain": lambda: read(f"{block}.input_layernorm.weight"),
         f"{attention}.input.weight": lambda: torch.cat(
             [
-                *(interleaved(read(f"{block}.self_attn.{part}_proj.weight"), width) for part in "qk"),
+                *(
+                    interleaved(read(f"{block}.self_attn.{part}_proj.weight"), width)
+                    for part in "qk"
+                ),
                 read(f"{block}.self_attn.v_proj.weight"),
             ]
         ),
         f"{attention}.output.weight": lambda: read(f"{block}.self_attn.o_proj.weight"),
         f"{mlp}.gain.gain": lambda: read(f"{block}.post_attention_layernorm.weight"),
-        f"{mlp}.input.weight": lambda: torch.cat([read(f"{block}.mlp.{part}_proj.weight") for part in ("up", "gate")]),
+        f"{mlp}.input.weight": lambda: torch.cat(
+            [read(f"{block}.mlp.{part}_proj.weight") for part in ("up", "gate")]
+        ),
         f"{mlp}.output.weight": lambda: read(f"{block}.mlp.down_proj.weight"),
     }
     if config.qk_norm is QKNorm.gains:
-        made[f"{attention}.query_gain.gain"] = lambda: interleaved(read(f"{block}.self_attn.q_norm.weight"), width)
-        made[f"{attention}.key_gain.gain"] = lambda: interleaved(read(f"{block}.self_attn.k_norm.weight"), width)
+        made[f"{attention}.query_gain.gain"] = lambda: interleaved(
+            read(f"{block}.self_attn.q_norm.weight"), width
+        )
+        made[f"{attention}.key_gain.gain"] = lambda: interleaved(
+            read(f"{block}.self_attn.k_norm.weight"), width
+        )
     return made

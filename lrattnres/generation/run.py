@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple, TextIO
 
-from lrattnres.checks import resolve_generate
 from lrattnres.config import ConfigError, EvalConfig
+from lrattnres.config.checks import resolve_generate
+from lrattnres.config.commands import GenerateConfig
 from lrattnres.evaluation.load import TrainedRun, load_run
 from lrattnres.generation.text import TextStream
 from lrattnres.model.decoder import Decoder
 from lrattnres.model.generate import Generation, room
 from lrattnres.model.sampling import Sampling
 from lrattnres.runs.folder import RunError
-from lrattnres.use_config import GenerateConfig
 
 
 class Job(NamedTuple):
@@ -76,9 +76,15 @@ def generate_run(config: GenerateConfig, source: TextIO, target: TextIO) -> None
         for start in range(0, len(jobs), config.batch):
             for found in _finished(config, run, decoder, jobs[start : start + config.batch]):
                 text = (found.job.prompt if config.echo else "") + found.text
-                print(json.dumps(found.record(), ensure_ascii=False) if config.json else text, file=target, flush=True)
+                print(
+                    json.dumps(found.record(), ensure_ascii=False) if config.json else text,
+                    file=target,
+                    flush=True,
+                )
     except FloatingPointError as fault:
-        raise RunError(f"{run.checkpoint.path}: {fault}; write step=… of a checkpoint before the run diverged") from fault
+        raise RunError(
+            f"{run.checkpoint.path}: {fault}; write step=… of a checkpoint before the run diverged"
+        ) from fault
 
 
 def _say(text: str) -> None:
@@ -91,10 +97,14 @@ def _prompts(config: GenerateConfig, source: TextIO) -> list[str]:
         text = source.read() if config.prompt == "-" else config.prompt
         text.encode("utf-8")
     except UnicodeError as fault:
-        raise ConfigError([f"prompt: not UTF-8: {fault}; convert it first, with iconv for example"]) from fault
+        raise ConfigError(
+            [f"prompt: not UTF-8: {fault}; convert it first, with iconv for example"]
+        ) from fault
     prompts = _split(text) if config.lines else [text]
     if not prompts:
-        raise ConfigError(["lines=true: there is no line; for a prompt of no characters write lines=false"])
+        raise ConfigError(
+            ["lines=true: there is no line; for a prompt of no characters write lines=false"]
+        )
     return prompts
 
 
@@ -106,7 +116,9 @@ def _split(text: str) -> list[str]:
 
 def _jobs(config: GenerateConfig, prompts: Sequence[str], run: TrainedRun) -> list[Job]:
     """Every prompt as often as it has samples. Raises ConfigError that names all that do not fit into the context."""
-    encoded = [[run.tokenizer.separator, *run.tokenizer.encode(prompt).tolist()] for prompt in prompts]
+    encoded = [
+        [run.tokenizer.separator, *run.tokenizer.encode(prompt).tolist()] for prompt in prompts
+    ]
     faults = []
     for number, tokens in enumerate(encoded, start=1):
         try:
@@ -127,7 +139,9 @@ def _grow(
     streams = [TextStream(run.tokenizer, config.stop) for _ in jobs]
     found = [Continuation(job) for job in jobs]
     prompts, samples = [job.tokens for job in jobs], [job.sample for job in jobs]
-    generation = Generation(decoder, prompts, sampling, tokens=config.tokens, seed=config.seed, samples=samples)
+    generation = Generation(
+        decoder, prompts, sampling, tokens=config.tokens, seed=config.seed, samples=samples
+    )
     while generation.rows:
         for row, token in generation.step().items():
             ends = config.end and token == run.tokenizer.separator
@@ -141,7 +155,9 @@ def _grow(
             yield row, piece, found[row]
 
 
-def _stream(config: GenerateConfig, run: TrainedRun, decoder: Decoder, job: Job, target: TextIO) -> None:
+def _stream(
+    config: GenerateConfig, run: TrainedRun, decoder: Decoder, job: Job, target: TextIO
+) -> None:
     target.write(job.prompt if config.echo else "")
     for _, piece, _ in _grow(config, run, decoder, [job]):
         if piece:
@@ -151,6 +167,8 @@ def _stream(config: GenerateConfig, run: TrainedRun, decoder: Decoder, job: Job,
     target.flush()
 
 
-def _finished(config: GenerateConfig, run: TrainedRun, decoder: Decoder, jobs: Sequence[Job]) -> list[Continuation]:
+def _finished(
+    config: GenerateConfig, run: TrainedRun, decoder: Decoder, jobs: Sequence[Job]
+) -> list[Continuation]:
     last = {row: continuation for row, _, continuation in _grow(config, run, decoder, jobs)}
     return [last[row] for row in range(len(jobs))]

@@ -37,7 +37,11 @@ class TextStream:
         if self.stopped:
             return ""
         self._held += self._utf8.decode(spelled, final)
-        found = [(start + len(stop), start) for stop in self._stop if (start := self._held.find(stop)) >= 0]
+        found = [
+            (start + len(stop), start)
+            for stop in self._stop
+            if (start := self._held.find(stop)) >= 0
+        ]
         if found:
             self.stopped = True
             kept, self._held = self._held[: min(found)[1]], ""
@@ -49,5 +53,9 @@ class TextStream:
     def _unsure(self) -> int:
         """How many characters at the end may be the beginning of a stop text."""
         longest = min(len(self._held), max(map(len, self._stop), default=1) - 1)
-        ends = (size for size in range(longest, 0, -1) if any(stop.startswith(self._held[-size:]) for stop in self._stop))
+        ends = (
+            size
+            for size in range(longest, 0, -1)
+            if any(stop.startswith(self._held[-size:]) for stop in self._stop)
+        )
         return next(ends, 0)

@@ -47,12 +47,16 @@ def _compiled_for(sources: int) -> Callable[..., Reading]:
     """torch counts how often a function is compiled anew, so every number of sources has a function of its own."""
     original = reference.read
     code = original.__code__.replace(co_name=f"read_{sources}_sources")
-    copy = FunctionType(code, original.__globals__, code.co_name, original.__defaults__, original.__closure__)
+    copy = FunctionType(
+        code, original.__globals__, code.co_name, original.__defaults__, original.__closure__
+    )
     copy.__kwdefaults__ = original.__kwdefaults__
     return torch.compile(copy, fullgraph=True)
 
 
-def _compiled_read(queries: Tensor, values: Sequence[Tensor], *arguments: Any, **options: Any) -> Reading:
+def _compiled_read(
+    queries: Tensor, values: Sequence[Tensor], *arguments: Any, **options: Any
+) -> Reading:
     if torch.compiler.is_compiling():
         return reference.read(queries, values, *arguments, **options)
     return _compiled_for(len(values))(queries, values, *arguments, **options)
@@ -67,7 +71,11 @@ def _triton_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def _compiler_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
-    return None if CPP or device.type != "cpu" else "torch.compile needs a C++ compiler on a CPU; install g++"
+    return (
+        None
+        if CPP or device.type != "cpu"
+        else "torch.compile needs a C++ compiler on a CPU; install g++"
+    )
 
 
 KERNELS = {
@@ -81,7 +89,12 @@ KERNELS = {
 
 
 def choose_kernels(
-    name: str, device: torch.device, dtype: torch.dtype, *, compiled: bool, beyond: Sequence[str] = ()
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    compiled: bool,
+    beyond: Sequence[str] = (),
 ) -> DepthKernels:
     """The backend called `name`, with the reason. `auto` is Triton on a GPU; else `compiled` if the model is `compiled` too,
     else `reference`, which starts at once: compiling pays off after some hundred steps only.
@@ -92,12 +105,16 @@ def choose_kernels(
     if name != "auto":
         obstacle = KERNELS[name].obstacle(device, dtype) or _beyond(KERNELS[name], beyond)
         if obstacle:
-            raise ValueError(f"kernels={name}: {obstacle}; or write kernels=auto or kernels=reference")
+            raise ValueError(
+                f"kernels={name}: {obstacle}; or write kernels=auto or kernels=reference"
+            )
         return KERNELS[name]._replace(reason="as asked for")
     refused: list[str] = []
     for backend in KERNELS.values():
         other = "this is no GPU" if backend.name == "triton" and device.type != "cuda" else None
-        other = "the model is not compiled" if backend.name == "compiled" and not compiled else other
+        other = (
+            "the model is not compiled" if backend.name == "compiled" and not compiled else other
+        )
         obstacle = other or backend.obstacle(device, dtype) or _beyond(backend, beyond)
         if obstacle is None:
             return backend._replace(reason="; ".join(["chosen by kernels=auto", *refused]))
@@ -129,10 +146,16 @@ def depth_attention(
     """
     if query.dim() != 1 or not values or (keys is not None and len(keys) != len(values)):
         counts = f"query of shape {tuple(query.shape)}, {len(values)} values, {'no' if keys is None else len(keys)} keys"
-        raise ValueError(f"{counts}: write one query [r], at least one value [..., d], and a key [..., r] for each or none")
+        raise ValueError(
+            f"{counts}: write one query [r], at least one value [..., d], and a key [..., r] for each or none"
+        )
     reference.check_shapes(query.shape[0], values, keys or ())
-    backend = choose_kernels(kernels, values[0].device, values[0].dtype, compiled=torch.compiler.is_compiling())
-    return backend.read(query.unsqueeze(0), tuple(values), tuple(keys or ()), normalize=normalize, passes=False).out
+    backend = choose_kernels(
+        kernels, values[0].device, values[0].dtype, compiled=torch.compiler.is_compiling()
+    )
+    return backend.read(
+        query.unsqueeze(0), tuple(values), tuple(keys or ()), normalize=normalize, passes=False
+    ).out
 
 
 __all__ = ["KERNELS", "DepthKernels", "Part", "Reading", "choose_kernels", "depth_attention"]

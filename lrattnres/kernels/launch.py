@@ -56,7 +56,10 @@ def rows_for(tokens: int) -> int:
 def chunk_for(dim: int, sums: int, beside: int = 0) -> int:
     """Columns a loop step holds, so that `sums` running sums of that width, and `beside` words, fit into registers."""
     width = 32 * warps_for(dim)
-    return min(power(dim), width * max(4, min(32, 1 << max((WORDS - beside) // max(sums, 1), 1).bit_length() - 1)))
+    return min(
+        power(dim),
+        width * max(4, min(32, 1 << max((WORDS - beside) // max(sums, 1), 1).bit_length() - 1)),
+    )
 
 
 def fire(launch: Launch) -> None:
@@ -70,7 +73,9 @@ def fire(launch: Launch) -> None:
             "write kernels=reference, or set TRITON_INTERPRET=1 before the start to have it interpreted"
         )
     if all(launch.grid):
-        getattr(triton_kernels, launch.kernel)[launch.grid](**launch.arguments, num_warps=launch.warps)
+        getattr(triton_kernels, launch.kernel)[launch.grid](
+            **launch.arguments, num_warps=launch.warps
+        )
 
 
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
@@ -92,7 +97,9 @@ def compile_ahead(launch: Launch, capability: int) -> Any:
         if isinstance(value, tuple):
             return tuple(kind(item, (*path, i)) for i, item in enumerate(value))
         # Pointers come from an allocator that aligns them; a stride is known to be even only if it is.
-        number = value.storage_offset() * value.element_size() if isinstance(value, Tensor) else value
+        number = (
+            value.storage_offset() * value.element_size() if isinstance(value, Tensor) else value
+        )
         if number % 16 == 0:
             attributes[path] = [["tt.divisibility", 16]]
         return TYPES[value.dtype] if isinstance(value, Tensor) else "i32"
@@ -103,4 +110,6 @@ def compile_ahead(launch: Launch, capability: int) -> Any:
         else:
             signature[name] = kind(value, (index,))
     source = ASTSource(getattr(triton_kernels, launch.kernel), signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": launch.warps})
+    return triton.compile(
+        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": launch.warps}
+    )

@@ -44,10 +44,19 @@ def forward_launch(
         "tokens": tokens,
     }
     sizes = {"D": dim, "RANK": rank, "K": count, "C": sites, "P": len(parts)}
-    modes = {"SEPARATE": bool(keys), "ADDEND": addend is not None, "NORMALIZE": normalize, "MIXTURES": bool(mixtures)}
+    modes = {
+        "SEPARATE": bool(keys),
+        "ADDEND": addend is not None,
+        "NORMALIZE": normalize,
+        "MIXTURES": bool(mixtures),
+    }
     tiles = {"ROWS": size, "BLOCK_D": power(dim), "BLOCK_R": power(rank), "BLOCK_K": power(count)}
-    tiles["CHUNK"] = chunk_for(dim, len(mixtures), beside=count)  # where each source lies is known all the while
-    return Launch("read_forward", (-(-tokens // size),), tensors | sizes | modes | tiles, warps_for(dim))
+    tiles["CHUNK"] = chunk_for(
+        dim, len(mixtures), beside=count
+    )  # where each source lies is known all the while
+    return Launch(
+        "read_forward", (-(-tokens // size),), tensors | sizes | modes | tiles, warps_for(dim)
+    )
 
 
 class Backward(NamedTuple):
@@ -77,7 +86,12 @@ def _backward_launch(given: Backward, results: Gradients, beta: Tensor, total: i
     """
     values, keys, value_in, key_in = given.values, given.keys, given.value_in, given.key_in
     d_values, d_keys, _, hidden, d_stats = results
-    dim, tokens, count, (sites, rank) = values[0].shape[-1], given.scalars.shape[0], len(values), given.queries.shape
+    dim, tokens, count, (sites, rank) = (
+        values[0].shape[-1],
+        given.scalars.shape[0],
+        len(values),
+        given.queries.shape,
+    )
     size, together = rows_for(tokens), sources_for(count, sites)
     tensors = {
         "upstream": group(given.upstream),
@@ -110,16 +124,33 @@ def _backward_launch(given: Backward, results: Gradients, beta: Tensor, total: i
     wide = max(1, min(count, 8, 64 // ((1 + whole) * sites + 4)))
     tiles |= {"CHUNK": chunk_for(dim, together * sites), "GROUP": together}
     tiles |= {"WIDE_CHUNK": chunk_for(dim, 2 * wide), "WIDE_GROUP": wide}
-    return Launch("read_backward", (-(-tokens // size),), tensors | sizes | modes | tiles, warps_for(dim))
+    return Launch(
+        "read_backward", (-(-tokens // size),), tensors | sizes | modes | tiles, warps_for(dim)
+    )
 
 
-def query_launch(keys: Sequence[Tensor], beta: Tensor, partial: Tensor, offset: int, span: int) -> Launch:
+def query_launch(
+    keys: Sequence[Tensor], beta: Tensor, partial: Tensor, offset: int, span: int
+) -> Launch:
     """`query_gradient`; partial: [programs, C, r], one program each `span` tokens; offset: of the key in its tensor."""
     (tokens, sites, count), rank = beta.shape, partial.shape[-1]
     columns = min(64, power(rank))
     tensors = {"keys": group(keys), "beta": beta, "partial": partial, "tokens": tokens}
-    sizes = {"OFFSET": offset, "RANK": rank, "K": count, "C": sites, "SPAN": span, "ROWS": 16, "COLUMNS": columns}
-    return Launch("query_gradient", (partial.shape[0], -(-rank // columns)), tensors | sizes, 4 if columns >= 32 else 1)
+    sizes = {
+        "OFFSET": offset,
+        "RANK": rank,
+        "K": count,
+        "C": sites,
+        "SPAN": span,
+        "ROWS": 16,
+        "COLUMNS": columns,
+    }
+    return Launch(
+        "query_gradient",
+        (partial.shape[0], -(-rank // columns)),
+        tensors | sizes,
+        4 if columns >= 32 else 1,
+    )
 
 
 MOST_SOURCES = 16  # in one launch of the backward kernel: its code, and the time to compile it, grow with their number
@@ -147,9 +178,13 @@ def sources_for(count: int, sites: int) -> int:
     return max(1, min(count, 4, 26 // sites))
 
 
-def _with_stand_ins(given: Given, others: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+def _with_stand_ins(
+    given: Given, others: Sequence[Tensor]
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """A pointer must point somewhere, even where a bit says that it is not read."""
-    return group([other if tensor is None else tensor for tensor, other in zip(given, others, strict=True)])
+    return group(
+        [other if tensor is None else tensor for tensor, other in zip(given, others, strict=True)]
+    )
 
 
 def _bits(given: Given) -> int:

@@ -26,10 +26,19 @@ class MachineCode(NamedTuple):
 
 
 def launches(
-    owned: int, parts: int, later: int, addend: bool, passes: bool, dim: int, rank: int, separate: bool = False
+    owned: int,
+    parts: int,
+    later: int,
+    addend: bool,
+    passes: bool,
+    dim: int,
+    rank: int,
+    separate: bool = False,
 ) -> list[Launch]:
     """All launches of one operator (see `depth.groups.Step`) on bfloat16 sources without memory."""
-    forward = forward_arguments(owned, parts, later, addend, tokens=4 * SPAN, dim=dim, rank=rank, separate=separate)
+    forward = forward_arguments(
+        owned, parts, later, addend, tokens=4 * SPAN, dim=dim, rank=rank, separate=separate
+    )
     results, launch = plan_read(*forward)
     return [launch, *plan_backward(backward_arguments(forward, results, passes))[1]]
 
@@ -44,19 +53,29 @@ def inspect(launch: Launch, capability: int) -> MachineCode:
         file.write(compiled.asm["cubin"])
         file.flush()
         usage, code = (
-            subprocess.run([tool, what, file.name], capture_output=True, text=True, check=True).stdout
+            subprocess.run(
+                [tool, what, file.name], capture_output=True, text=True, check=True
+            ).stdout
             for what in ("-res-usage", "-sass")
         )
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
     assert found, usage
-    lines = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(.*?);", code)]
+    lines = [
+        (int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(.*?);", code)
+    ]
     registers, stack, local = map(int, found.groups())
-    return MachineCode(registers, stack + local, compiled.metadata.shared, len(lines), _executed(lines, launch))
+    return MachineCode(
+        registers, stack + local, compiled.metadata.shared, len(lines), _executed(lines, launch)
+    )
 
 
 def _executed(lines: list[tuple[int, str]], launch: Launch) -> int:
     """Warp instructions a token. Loops are backward branches, in the order of the kernel, and run as the launch says."""
-    jumps = [(int(goal[1], 16), at) for at, text in lines if (goal := re.search(r"\bBRA\S*\s.*?(0x[0-9a-f]+)", text))]
+    jumps = [
+        (int(goal[1], 16), at)
+        for at, text in lines
+        if (goal := re.search(r"\bBRA\S*\s.*?(0x[0-9a-f]+)", text))
+    ]
     bodies = [sum(start <= at <= end for at, _ in lines) for start, end in jumps if start < end]
     sizes = launch.arguments
     if launch.kernel == "query_gradient":
@@ -65,10 +84,16 @@ def _executed(lines: list[tuple[int, str]], launch: Launch) -> int:
         turns, tokens = [sizes["BLOCK_D"] // sizes["CHUNK"]], sizes["ROWS"]
     else:
         scores, values = (-(-sizes["K"] // sizes[name]) for name in ("GROUP", "WIDE_GROUP"))
-        turns = [sizes["BLOCK_D"] // sizes["CHUNK"]] * scores + [sizes["BLOCK_D"] // sizes["WIDE_CHUNK"]] * values
+        turns = [sizes["BLOCK_D"] // sizes["CHUNK"]] * scores + [
+            sizes["BLOCK_D"] // sizes["WIDE_CHUNK"]
+        ] * values
         tokens = sizes["ROWS"]
     loops = [count for count in turns if count > 1]
     bodies = [body for body in bodies if body > 10]  # a program ends in a branch to itself
     if len(bodies) < len(loops):  # the compiler unrolled the rest
         loops = loops[: len(bodies)]
-    return (len(lines) + sum(body * (count - 1) for body, count in zip(bodies, loops, strict=False))) * launch.warps // tokens
+    return (
+        (len(lines) + sum(body * (count - 1) for body, count in zip(bodies, loops, strict=False)))
+        * launch.warps
+        // tokens
+    )

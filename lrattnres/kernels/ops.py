@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 
 from lrattnres.kernels.launch import Launch, fire
-from lrattnres.kernels.launches import Backward, Gradients, backward_launches, forward_launch, query_launch
+from lrattnres.kernels.launches import (
+    Backward,
+    Gradients,
+    backward_launches,
+    forward_launch,
+    query_launch,
+)
 from lrattnres.kernels.reference import Part, Reading, check_shapes
 
 SPAN = 128  # tokens whose share of a query's gradient one program sums
@@ -49,14 +55,20 @@ def plan_read(
 ) -> tuple[tuple[list[Tensor], list[Tensor], Tensor], Launch]:
     """Room for what `read` returns, and the launch that fills it."""
     results = _read_outputs(queries, values, addend)
-    return results, forward_launch(queries, values, keys, addend, parts, part_stats, normalize, results)
+    return results, forward_launch(
+        queries, values, keys, addend, parts, part_stats, normalize, results
+    )
 
 
-def _read_outputs(queries: Tensor, values: Sequence[Tensor], addend: Tensor | None) -> tuple[list[Tensor], list[Tensor], Tensor]:
+def _read_outputs(
+    queries: Tensor, values: Sequence[Tensor], addend: Tensor | None
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """Room for what `read` returns."""
     sites, tokens = queries.shape[0], values[0].shape[:-1].numel()
     mixtures = sites - 1 if len(values) > 1 else 0
-    wide = [values[0].new_empty(values[0].shape) for _ in range(1 + (addend is not None) + mixtures)]
+    wide = [
+        values[0].new_empty(values[0].shape) for _ in range(1 + (addend is not None) + mixtures)
+    ]
     stats = [values[0].new_empty(2, tokens, dtype=torch.float32) for _ in range(sites)]
     return wide, stats, values[0].new_empty(tokens, sites + 1, len(values), dtype=torch.float32)
 
@@ -82,7 +94,20 @@ def read_backward_op(
     emit: bool,
 ) -> tuple[list[Tensor], list[Tensor], Tensor, list[Tensor], Tensor]:
     """(d values, d keys, d queries, [dh if `emit`], d stats): see the kernel `read_backward`."""
-    given = Backward(upstream, out, values, keys, queries, later_stats, stats, scalars, value_in, key_in, normalize, emit)
+    given = Backward(
+        upstream,
+        out,
+        values,
+        keys,
+        queries,
+        later_stats,
+        stats,
+        scalars,
+        value_in,
+        key_in,
+        normalize,
+        emit,
+    )
     results, launches = plan_backward(given)
     for launch in launches:
         fire(launch)
@@ -95,8 +120,13 @@ def plan_backward(given: Backward) -> tuple[Gradients, list[Launch]]:
     values, keys, queries, scalars = given.values, given.keys, given.queries, given.scalars
     results = _backward_outputs(values, keys, queries, given.stats, given.emit)
     (tokens, _, count), (sites, rank) = scalars.shape, queries.shape
-    beta, partial = scalars.new_empty(tokens, sites, count), scalars.new_empty(-(-tokens // SPAN), sites, rank)
-    last = query_launch(keys or values, beta, partial, 0 if keys else values[0].shape[-1] - rank, SPAN)
+    beta, partial = (
+        scalars.new_empty(tokens, sites, count),
+        scalars.new_empty(-(-tokens // SPAN), sites, rank),
+    )
+    last = query_launch(
+        keys or values, beta, partial, 0 if keys else values[0].shape[-1] - rank, SPAN
+    )
     return results, [*backward_launches(given, results, beta), last]
 
 
@@ -106,12 +136,29 @@ def _backward_outputs(
     """Room for what `read_backward` returns."""
     d_values = [value.new_empty(value.shape) for value in values]
     hidden = [values[0].new_empty(values[0].shape)] if emit else []
-    return d_values, [key.new_empty(key.shape) for key in keys], queries.new_empty(queries.shape), hidden, torch.empty_like(stats)
+    return (
+        d_values,
+        [key.new_empty(key.shape) for key in keys],
+        queries.new_empty(queries.shape),
+        hidden,
+        torch.empty_like(stats),
+    )
 
 
 @read_backward_op.register_fake
 def _(  # type: ignore[no-untyped-def]
-    upstream, out, values, keys, queries, later_stats, stats, scalars, value_in, key_in, normalize, emit
+    upstream,
+    out,
+    values,
+    keys,
+    queries,
+    later_stats,
+    stats,
+    scalars,
+    value_in,
+    key_in,
+    normalize,
+    emit,
 ):
     return _backward_outputs(values, keys, queries, stats, emit)
 
@@ -134,9 +181,15 @@ class _Layout(NamedTuple):
 
 class _Read(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, layout: _Layout, queries: Tensor, addend: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-        values, keys, parts, part_stats = _cut(tensors, layout.values, layout.keys, layout.parts, layout.parts)
-        wide, stats, scalars = torch.ops.lrattnres.read(queries, values, keys, addend, parts, part_stats, layout.normalize)
+    def forward(
+        ctx: Any, layout: _Layout, queries: Tensor, addend: Tensor | None, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        values, keys, parts, part_stats = _cut(
+            tensors, layout.values, layout.keys, layout.parts, layout.parts
+        )
+        wide, stats, scalars = torch.ops.lrattnres.read(
+            queries, values, keys, addend, parts, part_stats, layout.normalize
+        )
         out, mixtures = wide[0], wide[1 + layout.addend :]
         if layout.addend:
             values = [*values[:-1], wide[1]]
@@ -146,7 +199,9 @@ class _Read(torch.autograd.Function):
         ctx.layout = layout
         ctx.save_for_backward(queries, out, stats[0], scalars, *values, *keys)
         total = wide[1:2] if layout.addend else []
-        if not layout.passes:  # nothing comes back through it, and nobody may invent zeros of its size
+        if (
+            not layout.passes
+        ):  # nothing comes back through it, and nobody may invent zeros of its size
             ctx.mark_non_differentiable(*total)
             return (out, *total, *mixtures, *stats[1:])
         passed = [tensor.view_as(tensor) for tensor in (*values[: len(values) - len(total)], *keys)]
@@ -157,7 +212,9 @@ class _Read(torch.autograd.Function):
         layout = ctx.layout
         queries, out, stats, scalars, *sources = ctx.saved_tensors
         values, keys = _cut(sources, layout.values, layout.keys)
-        grad, total_in, value_in, key_in, later, later_stats = _cut(gradients, 1, *layout.passed(), layout.later, layout.later)
+        grad, total_in, value_in, key_in, later, later_stats = _cut(
+            gradients, 1, *layout.passed(), layout.later, layout.later
+        )
         upstream = [torch.zeros_like(out) if g is None else g for g in (*grad, *later)]
         # A read that nobody used weighs nothing: its log-sum-exp is infinite.
         later_stats = [torch.full_like(stats, torch.inf) if s is None else s for s in later_stats]
@@ -177,7 +234,15 @@ class _Read(torch.autograd.Function):
         )
         dh = hidden[0] if hidden else upstream[0]
         d_addend = d_values[-1] if layout.addend else None
-        return (None, d_queries, d_addend, *d_values, *d_keys, *[dh] * layout.parts, *[d_stats] * layout.parts)
+        return (
+            None,
+            d_queries,
+            d_addend,
+            *d_values,
+            *d_keys,
+            *[dh] * layout.parts,
+            *[d_stats] * layout.parts,
+        )
 
 
 def _cut(flat: Sequence[Any], *counts: int) -> list[list[Any]]:
@@ -206,7 +271,9 @@ def read(
     """
     _check(queries, values, keys, addend)
     later = queries.shape[0] - 1
-    layout = _Layout(len(values), len(keys), len(parts), later, addend is not None, normalize, passes)
+    layout = _Layout(
+        len(values), len(keys), len(parts), later, addend is not None, normalize, passes
+    )
     mixtures, stats = [part.mixture for part in parts], [part.stats for part in parts]
     out, *rest = _Read.apply(layout, queries, addend, *values, *keys, *mixtures, *stats)
     total, passed, passed_keys, made, made_stats = _cut(rest, *layout.passed(), later, later)
@@ -215,14 +282,20 @@ def read(
     return Reading(out, (*passed, *total), tuple(passed_keys), tuple(map(Part, made, made_stats)))
 
 
-def _check(queries: Tensor, values: Sequence[Tensor], keys: Sequence[Tensor], addend: Tensor | None) -> None:
+def _check(
+    queries: Tensor, values: Sequence[Tensor], keys: Sequence[Tensor], addend: Tensor | None
+) -> None:
     first = values[0]
     if first.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"values are {first.dtype}: the Triton kernels take float32 and bfloat16; write kernels=reference")
+        raise ValueError(
+            f"values are {first.dtype}: the Triton kernels take float32 and bfloat16; write kernels=reference"
+        )
     if keys and len(keys) != len(values):
         raise ValueError(f"{len(keys)} keys for {len(values)} values: write one a source, or none")
     written = values if addend is None else [*values, addend]
     check_shapes(queries.shape[-1], written, keys)
     for tensor in (*written, *keys):
         if (tensor.dtype, tensor.device) != (first.dtype, first.device):
-            raise ValueError(f"{tensor.dtype} on {tensor.device} among tensors of {first.dtype} on {first.device}")
+            raise ValueError(
+                f"{tensor.dtype} on {tensor.device} among tensors of {first.dtype} on {first.device}"
+            )

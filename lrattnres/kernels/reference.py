@@ -61,15 +61,27 @@ def depth_logits(query: Tensor, keys: Sequence[Tensor], scoring: Scoring = PLAIN
     logits, query = [], scoring.split(query)
     for key in map(_wide, map(scoring.split, keys)):
         # The dot product is scaled, not the key: only a scalar a token, and no normalised key is kept.
-        scale = torch.rsqrt(torch.linalg.vecdot(key, key) / key.shape[-1] + EPSILON) if scoring.normalize else None
-        logit = key @ query.to(key.dtype) if query.dim() == 1 else torch.linalg.vecdot(key, query.to(key.dtype))
+        scale = (
+            torch.rsqrt(torch.linalg.vecdot(key, key) / key.shape[-1] + EPSILON)
+            if scoring.normalize
+            else None
+        )
+        logit = (
+            key @ query.to(key.dtype)
+            if query.dim() == 1
+            else torch.linalg.vecdot(key, query.to(key.dtype))
+        )
         logits.append(logit if scale is None else logit * scale)
     return torch.stack(logits, dim=-1)
 
 
-def depth_attention(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scoring: Scoring = PLAIN) -> Tensor:
+def depth_attention(
+    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scoring: Scoring = PLAIN
+) -> Tensor:
     """Σ α_i v_i over the sources; values: one [..., d] a source. Returns [..., d] in float32."""
-    return scoring.join(_weighted_sum(depth_weights(query, keys, scoring), list(map(scoring.split, values))))
+    return scoring.join(
+        _weighted_sum(depth_weights(query, keys, scoring), list(map(scoring.split, values)))
+    )
 
 
 def _weighted_sum(weights: Tensor, values: Sequence[Tensor]) -> Tensor:
@@ -85,7 +97,9 @@ def check_shapes(rank: int, values: Sequence[Tensor], keys: Sequence[Tensor]) ->
     first = values[0].shape
     dim = first[-1] if first else 0
     if not keys and not 1 <= rank <= dim:
-        raise ValueError(f"queries of width {rank}: a key is the tail of a value, so write between 1 and {dim}")
+        raise ValueError(
+            f"queries of width {rank}: a key is the tail of a value, so write between 1 and {dim}"
+        )
     for name, tensors, shape in (("values", values, first), ("keys", keys, (*first[:-1], rank))):
         for tensor in tensors:
             if tensor.shape != shape:
@@ -136,7 +150,13 @@ def read(
     logits = [depth_logits(query, made, scoring) for query in queries.unbind()]
     mixed = list(map(scoring.split, values))
     all_logits = torch.cat([logits[0], *(part.stats.unsqueeze(-1) for part in parts)], dim=-1)
-    hidden = scoring.join(_weighted_sum(torch.softmax(all_logits, dim=-1), [*mixed, *(part.mixture for part in parts)]))
+    hidden = scoring.join(
+        _weighted_sum(
+            torch.softmax(all_logits, dim=-1), [*mixed, *(part.mixture for part in parts)]
+        )
+    )
     out = (rms_norm(hidden) if normalize else hidden).to(values[0].dtype)
-    prepared = tuple(Part(_weighted_sum(torch.softmax(s, dim=-1), mixed), s.logsumexp(-1)) for s in logits[1:])
+    prepared = tuple(
+        Part(_weighted_sum(torch.softmax(s, dim=-1), mixed), s.logsumexp(-1)) for s in logits[1:]
+    )
     return Reading(out, tuple(values), tuple(keys), prepared)

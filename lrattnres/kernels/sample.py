@@ -31,10 +31,20 @@ def forward_arguments(
     queries = torch.randn(later + 1, rank, device=device) / 8
     part_stats = [torch.zeros(2, tokens, device=device) for _ in range(parts)]
     newest = some(1, dim)[0] if addend else None
-    return queries, some(owned, dim), some(owned * separate, rank), newest, some(parts, dim), part_stats, True
+    return (
+        queries,
+        some(owned, dim),
+        some(owned * separate, rank),
+        newest,
+        some(parts, dim),
+        part_stats,
+        True,
+    )
 
 
-def backward_arguments(forward: tuple[Any, ...], results: tuple[Any, ...], passes: bool) -> Backward:
+def backward_arguments(
+    forward: tuple[Any, ...], results: tuple[Any, ...], passes: bool
+) -> Backward:
     """Arguments of `torch.ops.lrattnres.read_backward` for what `read` made of `forward`; the gradients are random."""
     queries, values, keys, addend, parts, _, normalize = forward
     wide, stats, scalars = results
@@ -48,4 +58,16 @@ def backward_arguments(forward: tuple[Any, ...], results: tuple[Any, ...], passe
     later_stats = [torch.stack([each[0], torch.zeros_like(each[0])]) for each in stats[1:]]
     known = (like(values), like(keys))
     emit = normalize and bool(parts)
-    return Backward(upstream, out, values, keys, queries, later_stats, stats[0], scalars, *known, normalize, emit)
+    return Backward(
+        upstream,
+        out,
+        values,
+        keys,
+        queries,
+        later_stats,
+        stats[0],
+        scalars,
+        *known,
+        normalize,
+        emit,
+    )

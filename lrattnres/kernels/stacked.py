@@ -33,7 +33,9 @@ def read(
     stack = rows[..., :count, :] if parts else rows
     made = _stack(keys) if keys else stack[..., stack.shape[-1] - queries.shape[-1] :]
     scale = torch.rsqrt(torch.linalg.vecdot(made, made) / made.shape[-1] + EPSILON)
-    logits = (made @ queries.to(made.dtype).T * scale.unsqueeze(-1)).transpose(-1, -2)  # [..., C, K]
+    logits = (made @ queries.to(made.dtype).T * scale.unsqueeze(-1)).transpose(
+        -1, -2
+    )  # [..., C, K]
     first = logits[..., 0, :]
     if parts:
         first = torch.cat([first, *(part.stats.unsqueeze(-1) for part in parts)], dim=-1)

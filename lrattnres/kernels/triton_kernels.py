@@ -37,7 +37,7 @@ def _load(tensors, i: tl.constexpr, row, column, mask):
 @triton.jit
 def _inside(live, column, WIDTH: tl.constexpr, EVEN: tl.constexpr):
     """Which elements of a tile exist; `live` is None where all rows do, EVEN says that all columns do."""
-    if live is None:  # noqa: SIM108 — the branches have different types, which only a statement may
+    if live is None:
         mask = None if EVEN else (column < WIDTH)[None, :]
     else:
         mask = live[:, None] & (column < WIDTH)[None, :]
@@ -49,7 +49,11 @@ def _source(values, addend, i: tl.constexpr, LAST: tl.constexpr, row, column, ma
     """Source i; the last one with its second summand, if there is one, rounded as the sum is rounded in memory."""
     x = _load(values, i, row, column, mask)
     if i == LAST:
-        x = (x + _load(addend, 0, row, column, mask)).to(values[0][i].dtype.element_ty).to(tl.float32)
+        x = (
+            (x + _load(addend, 0, row, column, mask))
+            .to(values[0][i].dtype.element_ty)
+            .to(tl.float32)
+        )
     return x
 
 
@@ -67,7 +71,9 @@ def read_forward(
     LAST: tl.constexpr = K - 1 if ADDEND else -1
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = None if ROWS == 1 else row < tokens
-    _logits(values, keys, addend, queries, scalars, row, live, D, RANK, K, C, SEPARATE, LAST, BLOCK_R)
+    _logits(
+        values, keys, addend, queries, scalars, row, live, D, RANK, K, C, SEPARATE, LAST, BLOCK_R
+    )
     tl.debug_barrier()  # every thread reads the scalars that one thread wrote
     first = _weights(part_stats, stats, scalars, weights, row, live, tokens, K, C, P, ROWS, BLOCK_K)
     tl.debug_barrier()
@@ -76,7 +82,9 @@ def read_forward(
     inside = _inside(live, column, D, D == BLOCK_D)
     h = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for p in tl.static_range(P):
-        h += tl.exp(_get(part_stats[p] + row, live) - first)[:, None] * _load(parts, p, row, column, inside)
+        h += tl.exp(_get(part_stats[p] + row, live) - first)[:, None] * _load(
+            parts, p, row, column, inside
+        )
     for i in tl.static_range(K):
         v = _source(values, addend, i, LAST, row, column, inside)
         h += _get(weights + row * C * K + i, live)[:, None] * v
@@ -100,11 +108,17 @@ def _logits(
     column = tl.arange(0, BLOCK_R)
     inside = _inside(live, column, RANK, RANK == BLOCK_R)
     for i in tl.static_range(K):
-        k = _load(keys, i, row, column, inside) if SEPARATE else _source(values, addend, i, LAST, row, D - RANK + column, inside)
+        k = (
+            _load(keys, i, row, column, inside)
+            if SEPARATE
+            else _source(values, addend, i, LAST, row, D - RANK + column, inside)
+        )
         scale = tl.rsqrt(tl.sum(k * k, 1) / RANK + EPSILON)
         tl.store(scalars + (row * (C + 1) + C) * K + i, scale, mask=live)
         for c in tl.static_range(C):
-            q = _get(queries + c * RANK + column[None, :], _inside(None, column, RANK, RANK == BLOCK_R))
+            q = _get(
+                queries + c * RANK + column[None, :], _inside(None, column, RANK, RANK == BLOCK_R)
+            )
             tl.store(scalars + (row * (C + 1) + c) * K + i, tl.sum(k * q, 1) * scale, mask=live)
 
 
@@ -119,7 +133,9 @@ def _weights(
     first = tl.zeros([ROWS], tl.float32)
     for c in tl.static_range(C):
         # A row beyond the last token has logits of zero: finite, and never stored.
-        s = tl.load(scalars + (row[:, None] * (C + 1) + c) * K + source[None, :], mask=known, other=0.0)
+        s = tl.load(
+            scalars + (row[:, None] * (C + 1) + c) * K + source[None, :], mask=known, other=0.0
+        )
         s = tl.where((source < K)[None, :], s, float("-inf"))
         top = tl.max(s, 1)
         lse = top + tl.log(tl.sum(tl.exp(s - top[:, None]), 1))
@@ -132,7 +148,11 @@ def _weights(
         else:
             tl.store(stats[c] + tokens + row, tl.zeros([ROWS], tl.float32), mask=live)
         tl.store(stats[c] + row, lse, mask=live)
-        tl.store(weights + (row[:, None] * C + c) * K + source[None, :], tl.exp(s - lse[:, None]), mask=known)
+        tl.store(
+            weights + (row[:, None] * C + c) * K + source[None, :],
+            tl.exp(s - lse[:, None]),
+            mask=known,
+        )
     return first
 
 
@@ -189,7 +209,11 @@ def read_backward(
         along = inner / D
         inner = along * tl.sum(tl.where(column < D, 1.0 - h * h, 0.0), 1)
     if EMIT:
-        tl.store(d_hidden + row[:, None] * D + column[None, :], (g - h * along[:, None]) * scale[:, None], mask=inside)
+        tl.store(
+            d_hidden + row[:, None] * D + column[None, :],
+            (g - h * along[:, None]) * scale[:, None],
+            mask=inside,
+        )
     tl.store(d_stats + row, _get(stats + row, live), mask=live)
     tl.store(d_stats + tokens + row, inner, mask=live)
     tl.debug_barrier()
@@ -221,9 +245,20 @@ def _gradient(upstream, finished, c: tl.constexpr, NORMALIZE: tl.constexpr, row,
 
 
 @triton.jit
-def _weight(all_stats, scalars, c: tl.constexpr, i: tl.constexpr, row, live, TOTAL: tl.constexpr, C: tl.constexpr):
+def _weight(
+    all_stats,
+    scalars,
+    c: tl.constexpr,
+    i: tl.constexpr,
+    row,
+    live,
+    TOTAL: tl.constexpr,
+    C: tl.constexpr,
+):
     """α_ic."""
-    return tl.exp(_get(scalars + (row * (C + 1) + c) * TOTAL + i, live) - _get(all_stats[c] + row, live))
+    return tl.exp(
+        _get(scalars + (row * (C + 1) + c) * TOTAL + i, live) - _get(all_stats[c] + row, live)
+    )
 
 
 @triton.jit
@@ -253,7 +288,9 @@ def _score_gradients(
         inner = _get(all_stats[c] + tokens + row, live)
         for i in tl.static_range(START, END):
             scale = _get(scalars + (row * (C + 1) + C) * TOTAL + i, live)
-            ds = _weight(all_stats, scalars, c, i, row, live, TOTAL, C) * (tl.sum(dots[c * (END - START) + i - START], 1) - inner)
+            ds = _weight(all_stats, scalars, c, i, row, live, TOTAL, C) * (
+                tl.sum(dots[c * (END - START) + i - START], 1) - inner
+            )
             tl.store(beta + (row * C + c) * TOTAL + i, ds * scale, mask=live)
 
 
@@ -265,7 +302,9 @@ def _shrink(
     """The factor of k_i in its own gradient: Σ_c beta_ic s_ic · rsqrt(mean(k_i²) + ε)/r."""
     total = tl.zeros([ROWS], tl.float32)
     for c in tl.static_range(C):
-        total += _get(scalars + (row * (C + 1) + c) * TOTAL + i, live) * _get(beta + (row * C + c) * TOTAL + i, live)
+        total += _get(scalars + (row * (C + 1) + c) * TOTAL + i, live) * _get(
+            beta + (row * C + c) * TOTAL + i, live
+        )
     return total * _get(scalars + (row * (C + 1) + C) * TOTAL + i, live) / RANK
 
 
@@ -306,13 +345,20 @@ def _value_gradients(
             for i in tl.static_range(N):
                 grown += (sums[i] + alphas[c * N + i] * g,)
             if WHOLE:
-                q = _get(queries + c * RANK + column[None, :], _inside(None, column, RANK, RANK == BLOCK_D))
+                q = _get(
+                    queries + c * RANK + column[None, :],
+                    _inside(None, column, RANK, RANK == BLOCK_D),
+                )
                 sums, grown = grown, ()
                 for i in tl.static_range(N):
                     grown += (sums[i] + betas[c * N + i] * q,)
             sums = grown
         for i in tl.static_range(START, END):
-            tl.store(d_values[0][i] + row[:, None] * d_values[1][i] + column[None, :], sums[i - START], mask=inside)
+            tl.store(
+                d_values[0][i] + row[:, None] * d_values[1][i] + column[None, :],
+                sums[i - START],
+                mask=inside,
+            )
 
 
 @triton.jit
@@ -340,7 +386,9 @@ def _key_gradient(
     if SEPARATE:
         tl.store(d_keys[0][i] + row[:, None] * d_keys[1][i] + rank[None, :], total, mask=inside)
     else:
-        tl.store(d_values[0][i] + row[:, None] * d_values[1][i] + column[None, :], total, mask=inside)
+        tl.store(
+            d_values[0][i] + row[:, None] * d_values[1][i] + column[None, :], total, mask=inside
+        )
 
 
 @triton.jit

@@ -32,7 +32,9 @@ class AttentionBackend(NamedTuple):
     shares: bool = False  # whether it takes fewer heads of keys and values than of queries
 
 
-def _dense_mask(documents: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor | None:
+def _dense_mask(
+    documents: Tensor | None, batch: int, length: int, device: torch.device
+) -> Tensor | None:
     if documents is None:
         return None
     documents = documents.to(device)
@@ -42,14 +44,18 @@ def _dense_mask(documents: Tensor | None, batch: int, length: int, device: torch
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     query, key, value = (part.transpose(1, 2) for part in (query, key, value))
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None).transpose(1, 2)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None
+    ).transpose(1, 2)
 
 
 def _block_mask(documents: Tensor | None, batch: int, length: int, device: torch.device) -> Mask:
     from torch.nn.attention.flex_attention import create_block_mask
 
     if documents is None:
-        return create_block_mask(lambda b, h, q, k: q >= k, None, None, length, length, device=str(device))
+        return create_block_mask(
+            lambda b, h, q, k: q >= k, None, None, length, length, device=str(device)
+        )
     documents = documents.to(device)
 
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -76,7 +82,12 @@ def _boundaries(documents: Tensor | None, batch: int, length: int, device: torch
         return torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=device)
     starts = torch.ones_like(documents, dtype=torch.bool)
     starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    edges = torch.cat([starts.flatten().nonzero().flatten(), torch.tensor([batch * length], device=documents.device)])
+    edges = torch.cat(
+        [
+            starts.flatten().nonzero().flatten(),
+            torch.tensor([batch * length], device=documents.device),
+        ]
+    )
     return edges.to(device, torch.int32, non_blocking=True)
 
 
@@ -92,7 +103,14 @@ def _varlen_kernel() -> tuple[Callable[..., Any], dict[str, Any]]:
 def _varlen(query: Tensor, key: Tensor, value: Tensor, edges: Tensor) -> Tensor:
     kernel, causal = _varlen_kernel()
     length = query.shape[1]
-    packed = kernel(*(part.flatten(0, 1) for part in (query, key, value)), edges, edges, length, length, **causal)
+    packed = kernel(
+        *(part.flatten(0, 1) for part in (query, key, value)),
+        edges,
+        edges,
+        length,
+        length,
+        **causal,
+    )
     return packed.unflatten(0, query.shape[:2])
 
 
@@ -118,7 +136,9 @@ def _flash_obstacle(device: torch.device, dtype: torch.dtype, training: bool) ->
 
 
 def _flex_obstacle(device: torch.device, dtype: torch.dtype, training: bool) -> str | None:
-    return "FlexAttention has no backward pass on a CPU" if device.type == "cpu" and training else None
+    return (
+        "FlexAttention has no backward pass on a CPU" if device.type == "cpu" and training else None
+    )
 
 
 BACKENDS = {
@@ -132,14 +152,20 @@ BACKENDS = {
 }
 
 
-def choose_attention(name: str, device: torch.device, dtype: torch.dtype, *, training: bool) -> AttentionBackend:
+def choose_attention(
+    name: str, device: torch.device, dtype: torch.dtype, *, training: bool
+) -> AttentionBackend:
     """The backend called `name`; for `auto` the first of the table that runs here (flex only where it is compiled for).
 
     Raises ValueError saying why a named one cannot run on this machine, and what to write instead.
     """
     if name == "auto":
         candidates = ("flash", "varlen", "flex", "sdpa") if device.type == "cuda" else ("sdpa",)
-        return next(BACKENDS[key] for key in candidates if BACKENDS[key].obstacle(device, dtype, training) is None)
+        return next(
+            BACKENDS[key]
+            for key in candidates
+            if BACKENDS[key].obstacle(device, dtype, training) is None
+        )
     obstacle = BACKENDS[name].obstacle(device, dtype, training)
     if obstacle:
         raise ValueError(f"attention={name}: {obstacle}; write attention=auto or attention=sdpa")

@@ -36,7 +36,9 @@ class Cache:
         kept.lengths = self.lengths[chosen]
         chosen = chosen.to(self.documents.device)
         kept.documents = self.documents[chosen]
-        kept.layers = {site: (keys[chosen], values[chosen]) for site, (keys, values) in self.layers.items()}
+        kept.layers = {
+            site: (keys[chosen], values[chosen]) for site, (keys, values) in self.layers.items()
+        }
         return kept
 
     def place(self, opens: Tensor, counts: Tensor, *, restarts: bool) -> Place:
@@ -48,7 +50,9 @@ class Cache:
         """
         device, needed = self.documents.device, int(self.lengths.max()) + opens.shape[1]
         if needed > self.size:
-            raise ValueError(f"{needed} tokens in a cache of {self.size}: make it larger, up to model.context")
+            raise ValueError(
+                f"{needed} tokens in a cache of {self.size}: make it larger, up to model.context"
+            )
         rows = torch.arange(len(self.lengths), device=device).unsqueeze(1)
         lengths = self.lengths.to(device).unsqueeze(1)
         positions = lengths + torch.arange(opens.shape[1], device=device)
@@ -88,13 +92,21 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, place: Place) -> Tensor:
     keys, values = place.cache.put(place.site, place, key, value)
     query, keys, values = (part.transpose(1, 2) for part in (query, keys, values))
     shared = keys.shape[1] != query.shape[1]  # fewer heads of keys than of queries
-    return F.scaled_dot_product_attention(query, keys, values, attn_mask=place.visible, enable_gqa=shared).transpose(1, 2)
+    return F.scaled_dot_product_attention(
+        query, keys, values, attn_mask=place.visible, enable_gqa=shared
+    ).transpose(1, 2)
 
 
 def _no_mask(documents: Tensor | None, batch: int, length: int, device: torch.device) -> Place:
-    raise ValueError("a model that decodes has no mask for whole windows; its masks come from Cache.place")
+    raise ValueError(
+        "a model that decodes has no mask for whole windows; its masks come from Cache.place"
+    )
 
 
 CACHED = AttentionBackend(
-    "cached", _no_mask, _attend, lambda device, dtype, training: "it decodes" if training else None, shares=True
+    "cached",
+    _no_mask,
+    _attend,
+    lambda device, dtype, training: "it decodes" if training else None,
+    shares=True,
 )

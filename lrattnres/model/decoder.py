@@ -11,13 +11,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lrattnres.depth.groups import single, steps
-from lrattnres.depth.plan import DepthPlan
 from lrattnres.kernels.backends import KERNELS, DepthKernels
 from lrattnres.kernels.stacked import STACKED
 from lrattnres.model.cache import CACHED, Cache
 from lrattnres.model.layers import Context
 from lrattnres.model.transformer import Transformer, beyond_kernels
+from lrattnres.residual.fused.schedule import single, steps
+from lrattnres.residual.plan import DepthPlan
 
 
 class Decoder:
@@ -28,10 +28,19 @@ class Decoder:
     prompt is read with the model's own kernels, in the groups that these have.)
     """
 
-    def __init__(self, model: Transformer, separator: int, *, documents: bool = True, two_phase: bool | None = None):
+    def __init__(
+        self,
+        model: Transformer,
+        separator: int,
+        *,
+        documents: bool = True,
+        two_phase: bool | None = None,
+    ):
         self.separator, self.documents, self.context = separator, documents, model.config.context
         self.many = _twin(model, model.router.kernels)
-        self.one = _twin(model, STACKED if not beyond_kernels(model.config) else KERNELS["reference"])
+        self.one = _twin(
+            model, STACKED if not beyond_kernels(model.config) else KERNELS["reference"]
+        )
         self.head, self.device = self.one.head, model.head.weight.device
         self.two_phase = self.device.type != "cpu" if two_phase is None else two_phase
         plan, router = model.router.plan, self.one.router
@@ -42,7 +51,9 @@ class Decoder:
     def cache(self, batch: int, size: int | None = None) -> Cache:
         """An empty cache for windows of at most `size` tokens; None: the context. Raises ValueError beyond the context."""
         if size is not None and not 1 <= size <= self.context:
-            raise ValueError(f"size={size}: the model was trained on windows of {self.context} tokens; write 1 to {self.context}")
+            raise ValueError(
+                f"size={size}: the model was trained on windows of {self.context} tokens; write 1 to {self.context}"
+            )
         return Cache(batch, size or self.context, self.device)
 
     @torch.no_grad()

@@ -44,7 +44,9 @@ class Generation:
         size = max(len(prompt) + more - 1 for prompt, more in zip(prompts, self.left, strict=True))
         self.cache = decoder.cache(len(prompts), max(size, padded.shape[1]))
         hidden = decoder.feed(self.cache, padded, lengths)
-        self.hidden = hidden[torch.arange(len(prompts)), lengths - 1]  # [rows, d]: what the head takes next
+        self.hidden = hidden[
+            torch.arange(len(prompts)), lengths - 1
+        ]  # [rows, d]: what the head takes next
         self._kept = list(self.rows)  # what the cache and `hidden` hold
         self._fresh: torch.Tensor | None = None  # tokens drawn, but not read yet
 
@@ -53,10 +55,16 @@ class Generation:
         if self._fresh is not None:
             places = [place for place, row in enumerate(self._kept) if row in self.rows]
             if len(places) < len(self._kept):
-                self.cache, self._fresh, self._kept = self.cache.select(places), self._fresh[places], list(self.rows)
+                self.cache, self._fresh, self._kept = (
+                    self.cache.select(places),
+                    self._fresh[places],
+                    list(self.rows),
+                )
             self.hidden = self.decoder.feed(self.cache, self._fresh.unsqueeze(1))[:, 0]
         logits = self.decoder.head(self.hidden)
-        self._fresh = choose(probabilities(logits, self.sampling), [self.dice[row] for row in self.rows])
+        self._fresh = choose(
+            probabilities(logits, self.sampling), [self.dice[row] for row in self.rows]
+        )
         drawn = dict(zip(self.rows, self._fresh.tolist(), strict=True))
         for row in drawn:
             self.left[row] -= 1
@@ -77,7 +85,9 @@ def room(prompt: int, tokens: int | None, context: int) -> int:
     if prompt < 1:
         raise ValueError("an empty prompt: begin with the separator, which opens a document")
     if most < 1:
-        raise ValueError(f"a prompt of {prompt} tokens, the separator included, in a context of {context}: shorten it")
+        raise ValueError(
+            f"a prompt of {prompt} tokens, the separator included, in a context of {context}: shorten it"
+        )
     if tokens is not None and tokens > most:
         raise ValueError(
             f"tokens={tokens} after a prompt of {prompt} (the separator included) is more than the context of {context} "

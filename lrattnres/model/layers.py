@@ -80,10 +80,16 @@ SCALINGS = {RopeKind.linear: _linear, RopeKind.llama3: _llama3}
 
 
 def rotation(
-    length: int, head_dim: int, base: float, device: torch.device, scaling: RopeScaling | None = None
+    length: int,
+    head_dim: int,
+    base: float,
+    device: torch.device,
+    scaling: RopeScaling | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary embedding, float32 [T, head_dim / 2], positions counted from the window's start."""
-    frequencies = base ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
+    frequencies = base ** (
+        -torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
+    )
     if scaling and scaling.kind is not RopeKind.none:
         frequencies = SCALINGS[scaling.kind](frequencies, scaling)
     angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequencies)
@@ -104,14 +110,21 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, emit_dim: int, backend: AttentionBackend):
         super().__init__()
         self.config, self.backend = config, backend
-        width, self.heads = config.head_width, (config.heads, config.value_heads, config.value_heads)
+        width, self.heads = (
+            config.head_width,
+            (config.heads, config.value_heads, config.value_heads),
+        )
         self.gain = gain(config.dim, config.gains)
         self.input = Linear(config.dim, sum(self.heads) * width)
-        self.query_gain, self.key_gain = (gain(width, config.qk_norm is QKNorm.gains) for _ in range(2))
+        self.query_gain, self.key_gain = (
+            gain(width, config.qk_norm is QKNorm.gains) for _ in range(2)
+        )
         self.output = Linear(config.heads * width, config.dim + emit_dim)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        query, key, value = self.input(self.gain(x)).unflatten(-1, (sum(self.heads), -1)).split(self.heads, dim=-2)
+        query, key, value = (
+            self.input(self.gain(x)).unflatten(-1, (sum(self.heads), -1)).split(self.heads, dim=-2)
+        )
         if self.config.qk_norm is not QKNorm.none:
             query, key = (rms_norm(part, self.config.norm_eps) for part in (query, key))
         query, key = self.query_gain(query), self.key_gain(key)

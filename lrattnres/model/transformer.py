@@ -10,16 +10,22 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lrattnres.config import ModelConfig
-from lrattnres.depth.ablations import beyond_plain
-from lrattnres.depth.plan import plan_of
-from lrattnres.depth.router import VARIANTS, Depth, DepthRouter
 from lrattnres.kernels.backends import KERNELS, DepthKernels
 from lrattnres.model.attention import BACKENDS, AttentionBackend, Mask
 from lrattnres.model.layers import Attention, Context, Linear, SwiGLU, TiedHead, gain, rotation
+from lrattnres.residual.ablations import beyond_plain
+from lrattnres.residual.plan import plan_of
+from lrattnres.residual.router import VARIANTS, Depth, DepthRouter
 
 Observer = Callable[[int, Depth], None]
 # Weights that start at a constant, by the last part of their names; queries do too, unless they are asked to be normal.
-CONSTANTS = {"queries": 0.0, "query_projections": 0.0, "source_scales": 1.0, "gates": 0.0, "gain": 1.0}
+CONSTANTS = {
+    "queries": 0.0,
+    "query_projections": 0.0,
+    "source_scales": 1.0,
+    "gates": 0.0,
+    "gain": 1.0,
+}
 
 
 def build_router(config: ModelConfig, kernels: DepthKernels) -> DepthRouter:
@@ -29,7 +35,14 @@ def build_router(config: ModelConfig, kernels: DepthKernels) -> DepthRouter:
         variant = variant._replace(routing=config.routing)
     plan = plan_of(config)
     return DepthRouter(
-        plan, variant, config.dim, config.rank, kernels, options=config.depth, gated=config.gate, eps=config.norm_eps
+        plan,
+        variant,
+        config.dim,
+        config.rank,
+        kernels,
+        options=config.depth,
+        gated=config.gate,
+        eps=config.norm_eps,
     )
 
 
@@ -53,7 +66,9 @@ class Transformer(nn.Module):
         kernels: DepthKernels = KERNELS["reference"],
     ):
         super().__init__()
-        assert config.vocabulary is not None, "model.vocabulary must be resolved before a model is built"
+        assert config.vocabulary is not None, (
+            "model.vocabulary must be resolved before a model is built"
+        )
         self.config, self.attention, self.dtype = config, attention, dtype
         self.router = build_router(config, kernels)
         emit = self.router.emit_dim
@@ -63,7 +78,9 @@ class Transformer(nn.Module):
             self.sublayers.append(Attention(config, emit, attention))
             self.sublayers.append(SwiGLU(config, emit))
         self.final = gain(config.dim, config.gains)
-        self.head = TiedHead(self.embedding) if config.tied else Linear(config.dim, config.vocabulary)
+        self.head = (
+            TiedHead(self.embedding) if config.tied else Linear(config.dim, config.vocabulary)
+        )
 
     def mask(self, documents: Tensor | None, batch: int, length: int) -> Mask:
         """Which positions see each other, once a batch; documents: integers [B, T], or None for no boundaries."""
@@ -129,7 +146,13 @@ def initialize(model: Transformer, seed: int) -> None:
     config = model.config
     for name, weight in model.named_parameters():
         kind = name.rpartition(".")[2]
-        std = config.depth.query_std if kind == "queries" else 0.0 if kind in CONSTANTS else config.init_std
+        std = (
+            config.depth.query_std
+            if kind == "queries"
+            else 0.0
+            if kind in CONSTANTS
+            else config.init_std
+        )
         if std == 0:
             weight.fill_(CONSTANTS.get(kind, 0.0))
             continue
@@ -137,6 +160,13 @@ def initialize(model: Transformer, seed: int) -> None:
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
         full = torch.empty(weight.shape).normal_(std=std, generator=generator)
         if isinstance(weight, DTensor):  # cut on every rank alike: nothing has to be sent
-            weight.copy_(distribute_tensor(full.to(weight.device), weight.device_mesh, weight.placements, src_data_rank=None))
+            weight.copy_(
+                distribute_tensor(
+                    full.to(weight.device),
+                    weight.device_mesh,
+                    weight.placements,
+                    src_data_rank=None,
+                )
+            )
         else:
             weight.copy_(full)

@@ -22,14 +22,28 @@ class Owner:
     patterns: tuple[str, ...]
 
 
-DEPTH = ("router.ablations.query_projections", "router.ablations.source_scales")  # small, and start at a constant, as queries do
-GAINS = ("sublayers.*.gain.gain", "sublayers.*.query_gain.gain", "sublayers.*.key_gain.gain", "final.gain")
+DEPTH = (
+    "router.ablations.query_projections",
+    "router.ablations.source_scales",
+)  # small, and start at a constant, as queries do
+GAINS = (
+    "sublayers.*.gain.gain",
+    "sublayers.*.query_gain.gain",
+    "sublayers.*.key_gain.gain",
+    "final.gain",
+)
 
 OWNERS = (
     # Matrices that act on hidden states, each as it is stored: qkv, up_gate, and output with its key rows, are one each.
-    Owner("muon", ("sublayers.*.input.weight", "sublayers.*.output.weight", "router.embedding_key.weight")),
+    Owner(
+        "muon",
+        ("sublayers.*.input.weight", "sublayers.*.output.weight", "router.embedding_key.weight"),
+    ),
     # Lookup tables and vectors, whose rows are no basis of one linear map.
-    Owner("adam", ("embedding.weight", "head.weight", "router.queries", "router.gates", *DEPTH, *GAINS)),
+    Owner(
+        "adam",
+        ("embedding.weight", "head.weight", "router.queries", "router.gates", *DEPTH, *GAINS),
+    ),
 )
 
 
@@ -56,20 +70,32 @@ def assign(parameters: Named, owners: Sequence[Owner] = OWNERS) -> Assignment:
         names = [owner.name for owner in owners if pattern_of(name) in owner.patterns]
         if len(names) != 1:
             found = f"owned by {' and '.join(names)}" if names else "owned by no algorithm"
-            faults.append(f"{name}: {found}; list {pattern_of(name)} under exactly one owner in lrattnres/optim/groups.py")
+            faults.append(
+                f"{name}: {found}; list {pattern_of(name)} under exactly one owner in lrattnres/optim/groups.py"
+            )
         if not parameter.requires_grad:
-            faults.append(f"{name}: requires_grad=False; every parameter is trained, register a constant as a buffer")
+            faults.append(
+                f"{name}: requires_grad=False; every parameter is trained, register a constant as a buffer"
+            )
         if first_name.setdefault(id(parameter), name) != name:
             faults.append(
                 f"{name}: the same tensor as {first_name[id(parameter)]}; give each its own, tied weights have no owner"
             )
         if names == ["muon"] and parameter.ndim != 2:
-            faults.append(f"{name}: Muon updates matrices, and this has shape {tuple(parameter.shape)}; let Adam own it")
+            faults.append(
+                f"{name}: Muon updates matrices, and this has shape {tuple(parameter.shape)}; let Adam own it"
+            )
         if len(names) == 1:
             owned[names[0]].append((name, parameter))
-    faults += [f"{name}: owns no parameter; is this the model of lrattnres/model?" for name, pairs in owned.items() if not pairs]
+    faults += [
+        f"{name}: owns no parameter; is this the model of lrattnres/model?"
+        for name, pairs in owned.items()
+        if not pairs
+    ]
     if faults:
-        raise ValueError("parameters that cannot be optimized:\n" + "\n".join(f"  - {fault}" for fault in faults))
+        raise ValueError(
+            "parameters that cannot be optimized:\n" + "\n".join(f"  - {fault}" for fault in faults)
+        )
     return owned
 
 
@@ -88,11 +114,20 @@ def ownership_table(owned: Assignment) -> str:
     lines.append(_total("all", [pair for pairs in owned.values() for pair in pairs]))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     aligned = [
-        "  ".join(cell.ljust(width) if place < 3 else cell.rjust(width) for place, (cell, width) in enumerate(cells))
+        "  ".join(
+            cell.ljust(width) if place < 3 else cell.rjust(width)
+            for place, (cell, width) in enumerate(cells)
+        )
         for cells in (zip(line, widths, strict=True) for line in lines)
     ]
     return "\n".join(aligned)
 
 
 def _total(owner: str, pairs: list[tuple[str, Parameter]]) -> tuple[str, str, str, str, str]:
-    return owner, "total", "", str(len(pairs)), f"{sum(parameter.numel() for _, parameter in pairs):,}"
+    return (
+        owner,
+        "total",
+        "",
+        str(len(pairs)),
+        f"{sum(parameter.numel() for _, parameter in pairs):,}",
+    )

@@ -36,7 +36,11 @@ class Iteration:
         if len(self.rows) == 1 and steps >= 1:
             return self.rows * steps
         if len(self.rows) != steps:
-            wanted = "at least 1" if len(self.rows) == 1 else f"{len(self.rows)}, the length of this orthogonalizer's table"
+            wanted = (
+                "at least 1"
+                if len(self.rows) == 1
+                else f"{len(self.rows)}, the length of this orthogonalizer's table"
+            )
             raise ValueError(f"optimizer.iterations={steps}: must be {wanted}")
         return self.rows
 
@@ -106,7 +110,13 @@ def nesterov(gradients: list[Tensor], buffers: list[Tensor], momentum: float) ->
 
 
 def apply_updates(
-    weights: Sequence[Tensor], updates: Tensor, *, scale: float, lr: float, weight_decay: float, cautious: bool
+    weights: Sequence[Tensor],
+    updates: Tensor,
+    *,
+    scale: float,
+    lr: float,
+    weight_decay: float,
+    cautious: bool,
 ) -> None:
     """Decays and moves every weight in place: W <- W - lr wd W - lr scale O, with the scale of `update_scale`.
 

@@ -45,11 +45,16 @@ class MuonAdam(torch.optim.Optimizer):
     Raises ValueError for a parameter that cannot be optimized or for `iterations` without coefficients.
     """
 
-    def __init__(self, parameters: Named, config: OptimizerConfig, steps: int, mesh: DeviceMesh | None = None):
+    def __init__(
+        self, parameters: Named, config: OptimizerConfig, steps: int, mesh: DeviceMesh | None = None
+    ):
         muon.ITERATIONS[config.orthogonalizer].take(config.iterations)
         owned = assign(parameters)
         # `fused` in the group tells torch's `load_state_dict` to put Adam's step counts on the parameters' device.
-        groups: list[dict[str, Any]] = [{"params": owned["muon"]}, {"params": owned["adam"], "fused": True}]
+        groups: list[dict[str, Any]] = [
+            {"params": owned["muon"]},
+            {"params": owned["adam"], "fused": True},
+        ]
         super().__init__(groups, {"lr": 0.0})
         self.config, self.steps = config, steps
         for parameter in self._muon["params"]:
@@ -96,7 +101,10 @@ class MuonAdam(torch.optim.Optimizer):
     def set_step(self, step: int) -> None:
         """Puts learning rates and momentum of `step`, from 0, in place. Raises ValueError for a step outside the run."""
         factor = schedule.learning_rate_factor(step, self.config, self.steps)
-        self._muon["lr"], self._adam["lr"] = factor * self.config.muon_lr, factor * self.config.adam_lr
+        self._muon["lr"], self._adam["lr"] = (
+            factor * self.config.muon_lr,
+            factor * self.config.adam_lr,
+        )
         self._muon["momentum"] = schedule.momentum(step, self.config, self.steps)
         self._step = step
         self._ready = True
@@ -117,7 +125,9 @@ class MuonAdam(torch.optim.Optimizer):
             if parameter.grad is None
         ]
         if idle:
-            raise RuntimeError(f"no gradient for {', '.join(idle)}; every parameter must take part in the loss")
+            raise RuntimeError(
+                f"no gradient for {', '.join(idle)}; every parameter must take part in the loss"
+            )
         self._step_muon()
         routing = self.config.routing_lr
         if routing is None:
@@ -126,7 +136,14 @@ class MuonAdam(torch.optim.Optimizer):
             pairs = list(zip(self._adam["param_names"], self._adam["params"], strict=True))
             factor = schedule.learning_rate_factor(self._step, self.config, self.steps)
             for lr, router in ((self.lr_adam, False), (factor * routing, True)):
-                self._step_adam([parameter for name, parameter in pairs if name.startswith("router.") is router], lr)
+                self._step_adam(
+                    [
+                        parameter
+                        for name, parameter in pairs
+                        if name.startswith("router.") is router
+                    ],
+                    lr,
+                )
         self._ready = False
 
     def _divide(self, mesh: DeviceMesh | None) -> tuple[int, list[Bucket]]:
@@ -140,7 +157,9 @@ class MuonAdam(torch.optim.Optimizer):
         owned: dict[tuple[torch.Size, Layout], list[int]] = defaultdict(lambda: [0] * world)
         for parameter, where, rank in zip(matrices, layouts, owner, strict=True):
             alike[parameter.shape, where].append(parameter)
-            owned[parameter.shape, where][rank] += 1  # which of its equals a rank owns does not matter
+            owned[parameter.shape, where][rank] += (
+                1  # which of its equals a rank owns does not matter
+            )
         buckets = [Bucket(alike[key], Exchange(key[1], owned[key]), *key[0]) for key in alike]
         return world, buckets
 
@@ -159,12 +178,16 @@ class MuonAdam(torch.optim.Optimizer):
         return work
 
     def _step_muon(self) -> None:
-        staggered((self._update(bucket) for bucket in self._buckets), alive=3 if self._world > 1 else 1)
+        staggered(
+            (self._update(bucket) for bucket in self._buckets), alive=3 if self._world > 1 else 1
+        )
 
     def _update(self, bucket: Bucket) -> Iterator[None]:
         """One batched orthogonalisation of the matrices this rank owns; a yield wherever rows travel."""
         config, parameters, exchange = self.config, bucket.parameters, bucket.exchange
-        look_ahead = muon.nesterov(_gradients(parameters), self._moments(parameters, "momentum_buffer"), self.momentum)
+        look_ahead = muon.nesterov(
+            _gradients(parameters), self._moments(parameters, "momentum_buffer"), self.momentum
+        )
         gathered = exchange.gather(look_ahead)
         del look_ahead
         yield
@@ -183,7 +206,11 @@ class MuonAdam(torch.optim.Optimizer):
 
     def _result_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """In which an update travels: the iteration's own where that is shorter, so nothing is lost."""
-        return dtype if self._world == 1 else min(dtype, self.iteration_dtype, key=lambda either: either.itemsize)
+        return (
+            dtype
+            if self._world == 1
+            else min(dtype, self.iteration_dtype, key=lambda either: either.itemsize)
+        )
 
     def _step_adam(self, parameters: list[Parameter], lr: float) -> None:
         """Torch's own fused kernel: one pass over each tensor, no temporaries of the size of the embedding."""
@@ -222,4 +249,6 @@ class MuonAdam(torch.optim.Optimizer):
 
 
 def _gradients(parameters: list[Parameter]) -> list[Tensor]:
-    return [local(cast(Tensor, parameter.grad)) for parameter in parameters]  # `step` has checked that none is None
+    return [
+        local(cast(Tensor, parameter.grad)) for parameter in parameters
+    ]  # `step` has checked that none is None

@@ -17,7 +17,10 @@ def learning_rate_factor(step: int, config: OptimizerConfig, steps: int) -> floa
     Raises ValueError for a step outside the run.
     """
     left = _steps_left(step, steps)
-    return min(_share(step + 1, config.warmup), _between(config.final, 1.0, _share(left, round(config.warmdown * steps))))
+    return min(
+        _share(step + 1, config.warmup),
+        _between(config.final, 1.0, _share(left, round(config.warmdown * steps))),
+    )
 
 
 def momentum(step: int, config: OptimizerConfig, steps: int) -> float:

@@ -46,16 +46,24 @@ def layout(parameter: Tensor, mesh: DeviceMesh | None = None) -> Layout:
     if isinstance(parameter, DTensor):
         mesh, placements = parameter.device_mesh, parameter.placements
         split = [axis for axis, placement in enumerate(placements) if not placement.is_replicate()]
-        if len(split) > 1 or any(type(placements[axis]) is not Shard or placements[axis] != Shard(0) for axis in split):
-            raise ValueError(f"placements {placements}: Muon updates rows that are divided once; use Shard(0) and Replicate()")
+        if len(split) > 1 or any(
+            type(placements[axis]) is not Shard or placements[axis] != Shard(0) for axis in split
+        ):
+            raise ValueError(
+                f"placements {placements}: Muon updates rows that are divided once; use Shard(0) and Replicate()"
+            )
         sharded = split[0] if split else None
     rows = parameter.shape[0]
     if mesh is None:
         return Layout(((0, rows),), ((),))
     world = distributed.get_world_size()
     if sorted(mesh.mesh.flatten().tolist()) != list(range(world)):
-        raise ValueError(f"{mesh}: must hold each of the job's {world} ranks once, the owners are spread over all of them")
-    most = -(-rows // (1 if sharded is None else mesh.size(sharded)))  # `torch.chunk`: the last shards are short, or empty
+        raise ValueError(
+            f"{mesh}: must hold each of the job's {world} ranks once, the owners are spread over all of them"
+        )
+    most = -(
+        -rows // (1 if sharded is None else mesh.size(sharded))
+    )  # `torch.chunk`: the last shards are short, or empty
     ranges, replica = [], []
     for rank in range(world):
         place = (mesh.mesh == rank).nonzero()[0].tolist()
@@ -105,7 +113,11 @@ class Exchange:
         """
         if self._world == 1:
             return lambda: shards
-        parts = [part.flatten(0, 1) for part, near in zip(shards.split(self._owned), self._near, strict=True) if near]
+        parts = [
+            part.flatten(0, 1)
+            for part, near in zip(shards.split(self._owned), self._near, strict=True)
+            if near
+        ]
         came = [rows * near for rows, near in zip(self._rows, self._near, strict=True)]
         received, cols = [self.mine * rows for rows in came], shards.shape[-1]
         wait = _all_to_all(torch.cat(parts), self._gathered(), received)
@@ -121,7 +133,9 @@ class Exchange:
         if self._world == 1:
             return lambda: matrices
         parts = [matrices[:, start:stop].flatten(0, 1) for start, stop in self._ranges]
-        wait = _all_to_all(torch.cat(parts), self._scattered(), [owned * self._here for owned in self._owned])
+        wait = _all_to_all(
+            torch.cat(parts), self._scattered(), [owned * self._here for owned in self._owned]
+        )
         shape = sum(self._owned), self._here, matrices.shape[-1]
         return lambda: wait().view(shape)
 
@@ -131,7 +145,9 @@ class Exchange:
         return sum(gathered) - gathered[self._rank], sum(scattered) - scattered[self._rank]
 
     def _gathered(self) -> list[int]:
-        return [owned * self._here * near for owned, near in zip(self._owned, self._near, strict=True)]
+        return [
+            owned * self._here * near for owned, near in zip(self._owned, self._near, strict=True)
+        ]
 
     def _scattered(self) -> list[int]:
         return [self.mine * rows for rows in self._rows]

@@ -11,7 +11,14 @@ from typing import Any
 import matplotlib.pyplot as plt
 
 from lrattnres.report.compare import Group, compare
-from lrattnres.report.figures import Picture, effective_sources, largest_weights, loss_against_cost, loss_curves, loss_differences
+from lrattnres.report.figures import (
+    Picture,
+    effective_sources,
+    largest_weights,
+    loss_against_cost,
+    loss_curves,
+    loss_differences,
+)
 from lrattnres.report.heatmaps import heatmaps
 from lrattnres.report.measured import sharpness, speed
 from lrattnres.report.page import Part, Section, html_page, markdown_page
@@ -48,19 +55,40 @@ def _overview(groups: list[Group], unfinished: list[Run], faults: list[str]) -> 
         "one table, only if they agree in every setting that results depend on but seed and residual path, and in the "
         "fingerprints of corpus and tokenizer."
     ]
-    parts.append([f"Group {group.name}: {_description(group)}" for group in groups] or ["no finished run, so no group"])
-    parts.append("Missing, left out or not counted:" if faults else "Nothing was missing, unreadable or counted twice.")
+    parts.append(
+        [f"Group {group.name}: {_description(group)}" for group in groups]
+        or ["no finished run, so no group"]
+    )
+    parts.append(
+        "Missing, left out or not counted:"
+        if faults
+        else "Nothing was missing, unreadable or counted twice."
+    )
     return Section("overview", "Overview", [*parts, faults] if faults else parts)
 
 
 def _section(group: Group) -> Section:
     tables: Sequence[Table | None] = (table1(group), other_runs(group))
-    pictures: Sequence[Picture | None] = (loss_against_cost(group), loss_curves(group), loss_differences(group))
-    sites: Sequence[Picture | None] = (effective_sources(group), *heatmaps(group), largest_weights(group))
+    pictures: Sequence[Picture | None] = (
+        loss_against_cost(group),
+        loss_curves(group),
+        loss_differences(group),
+    )
+    sites: Sequence[Picture | None] = (
+        effective_sources(group),
+        *heatmaps(group),
+        largest_weights(group),
+    )
     parts: list[Part] = [_description(group) + ".", *([group.notes] if group.notes else [])]
-    parts += [part for part in (*tables, *pictures, table2(group), *sites, sharpness(group), speed(group)) if part is not None]
+    parts += [
+        part
+        for part in (*tables, *pictures, table2(group), *sites, sharpness(group), speed(group))
+        if part is not None
+    ]
     if not any(sites):
-        parts.append("No run of this group has depth diagnostics, so there are no figures of read sites.")
+        parts.append(
+            "No run of this group has depth diagnostics, so there are no figures of read sites."
+        )
     return Section(f"group-{group.name}", f"Group {group.name}", parts)
 
 
@@ -85,9 +113,13 @@ def _write(sections: list[Section], out: Path) -> None:
     for part in (part for section in sections for part in section.parts):
         if isinstance(part, Table):
             rows = [["" if cell == MISSING else cell for cell in row] for row in part.rows]
-            (out / "tables" / f"{part.name}.csv").write_text(_csv(part.columns, rows), encoding="utf-8")
+            (out / "tables" / f"{part.name}.csv").write_text(
+                _csv(part.columns, rows), encoding="utf-8"
+            )
         elif isinstance(part, Picture):
-            (out / "figures" / f"{part.name}.csv").write_text(_csv(part.columns, part.rows), encoding="utf-8")
+            (out / "figures" / f"{part.name}.csv").write_text(
+                _csv(part.columns, part.rows), encoding="utf-8"
+            )
             drawings[part.name] = _save(part, out / "figures")
     (out / "report.md").write_text(markdown_page(TITLE, sections), encoding="utf-8")
     (out / PAGE).write_text(html_page(TITLE, sections, drawings), encoding="utf-8")

@@ -10,16 +10,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lrattnres.depth.router import VARIANTS
 from lrattnres.report.paper import PaperRow, row_of
 from lrattnres.report.read import DEFAULTS, SCHEMA, Run
+from lrattnres.residual.router import VARIANTS
 
 PATH = tuple(f"model.{name}" for name in ("residual", "rank", "blocks", "routing"))
 # All of the model but its residual path.
 SIZE = tuple(
-    key for key in SCHEMA if key.startswith("model.") and key not in (*PATH, "model.gate") and not key.startswith("model.depth.")
+    key
+    for key in SCHEMA
+    if key.startswith("model.")
+    and key not in (*PATH, "model.gate")
+    and not key.startswith("model.depth.")
 )
-MATCHED = ("steps", "optimizer.warmup", "model.layers", "model.dim", "model.heads", "model.mlp_width")  # what a match may alter
+MATCHED = (
+    "steps",
+    "optimizer.warmup",
+    "model.layers",
+    "model.dim",
+    "model.heads",
+    "model.mlp_width",
+)  # what a match may alter
 
 
 @dataclass(frozen=True)
@@ -46,7 +57,15 @@ class Choice:
         parts += [f"N={self.blocks}" if self.blocks else "full"] if self.routed else []
         parts += [f"r={self.rank}"] if self.rank else []
         parts += [self.routing] if self.routing else []
-        return " ".join([*parts, *(f"{name.removeprefix('model.')}={value}" for name, value in (*self.others, *self.matched))])
+        return " ".join(
+            [
+                *parts,
+                *(
+                    f"{name.removeprefix('model.')}={value}"
+                    for name, value in (*self.others, *self.matched)
+                ),
+            ]
+        )
 
 
 @dataclass(frozen=True)
@@ -80,7 +99,14 @@ class Group:
     @property
     def plain(self) -> Entry | None:
         """The run without attention over depth, to which the others are compared."""
-        return next((entry for entry in self.entries if not entry.choice.routed and not entry.choice.matched), None)
+        return next(
+            (
+                entry
+                for entry in self.entries
+                if not entry.choice.routed and not entry.choice.matched
+            ),
+            None,
+        )
 
 
 def choice_of(run: Run) -> Choice:
@@ -92,9 +118,17 @@ def choice_of(run: Run) -> Choice:
         rank = rank if variant.keys and variant.keys.ranked else None
         blocks = blocks if variant.keys and blocks != 2 * settings["model.layers"] else None
         routing = routing if variant.keys and routing != variant.routing.name else None
-    names = sorted(key for key in settings if key.startswith("model.") and key not in (*SIZE, *PATH))
-    others = tuple((key, _hashable(settings[key])) for key in names if settings[key] != DEFAULTS.get(key))
-    matched = tuple((key, _hashable(settings[key])) for key in sorted(settings) if _is_match(key) and settings[key] is not None)
+    names = sorted(
+        key for key in settings if key.startswith("model.") and key not in (*SIZE, *PATH)
+    )
+    others = tuple(
+        (key, _hashable(settings[key])) for key in names if settings[key] != DEFAULTS.get(key)
+    )
+    matched = tuple(
+        (key, _hashable(settings[key]))
+        for key in sorted(settings)
+        if _is_match(key) and settings[key] is not None
+    )
     return Choice(residual, blocks, rank, routing, others, matched)
 
 
@@ -116,7 +150,9 @@ def compare(runs: list[Run]) -> tuple[list[Group], list[Run], list[str]]:
         group.name = _letters(number)
         faults += _fill(group)
         if number:
-            group.notes.append(f"Not in one table with group A, because {'; '.join(_differences(groups[0], group))}.")
+            group.notes.append(
+                f"Not in one table with group A, because {'; '.join(_differences(groups[0], group))}."
+            )
     return groups, unfinished, faults
 
 
@@ -146,17 +182,29 @@ def _host(run: Run, groups: list[Group]) -> Group | None:
     if exact:
         return exact[0]
     if not run.identity:
-        lenient |= {key for group in groups for key in group.conditions if key.startswith("fingerprint")} | {"data.root"}
+        lenient |= {
+            key for group in groups for key in group.conditions if key.startswith("fingerprint")
+        } | {"data.root"}
     if not lenient:
         return None
-    near = [group for group in groups if _without(group.conditions, lenient) == _without(conditions, lenient)]
+    near = [
+        group
+        for group in groups
+        if _without(group.conditions, lenient) == _without(conditions, lenient)
+    ]
     if not run.identity:
         root = run.settings["data.root"]
-        near = [group for group in near if any(member.settings["data.root"] == root for member in group.runs)]
+        near = [
+            group
+            for group in near
+            if any(member.settings["data.root"] == root for member in group.runs)
+        ]
     if len(near) != 1:
         return None
     if not run.identity:
-        near[0].notes.append(f"{run.name} has no fingerprints of corpus and tokenizer: only their names are known to agree.")
+        near[0].notes.append(
+            f"{run.name} has no fingerprints of corpus and tokenizer: only their names are known to agree."
+        )
     return near[0]
 
 
@@ -167,14 +215,29 @@ def _fill(group: Group) -> list[str]:
     for run in sorted(group.runs, key=lambda run: run.name):
         first = by_choice.setdefault(choice_of(run), {}).setdefault(run.seed, run)
         if first is not run:
-            same = "the same loss" if first.val_loss == run.val_loss else f"loss {run.val_loss} against {first.val_loss}"
-            faults.append(f"{run.name}: not counted: same settings and seed as {first.name} ({same})")
+            same = (
+                "the same loss"
+                if first.val_loss == run.val_loss
+                else f"loss {run.val_loss} against {first.val_loss}"
+            )
+            faults.append(
+                f"{run.name}: not counted: same settings and seed as {first.name} ({same})"
+            )
             group.runs.remove(run)
     for choice, seeds in by_choice.items():
         plain = not (choice.routing or choice.others or choice.matched)
-        row = row_of({"residual": choice.residual, "blocks": choice.blocks, "rank": choice.rank}, _dim(group)) if plain else None
+        row = (
+            row_of(
+                {"residual": choice.residual, "blocks": choice.blocks, "rank": choice.rank},
+                _dim(group),
+            )
+            if plain
+            else None
+        )
         group.entries.append(Entry(choice, row, tuple(seeds[seed] for seed in sorted(seeds))))
-    group.entries.sort(key=lambda entry: (entry.row.row if entry.row else "~", *_order(entry.choice)))
+    group.entries.sort(
+        key=lambda entry: (entry.row.row if entry.row else "~", *_order(entry.choice))
+    )
     return faults
 
 
@@ -187,8 +250,12 @@ def _order(choice: Choice) -> tuple[Any, ...]:
 def _differences(first: Group, other: Group) -> list[str]:
     keys = sorted(first.conditions.keys() | other.conditions.keys())
     none = "not stated"
-    pairs = [(key, first.conditions.get(key, none), other.conditions.get(key, none)) for key in keys]
-    return [f"{key} is {there} here and {here} there" for key, here, there in pairs if here != there]
+    pairs = [
+        (key, first.conditions.get(key, none), other.conditions.get(key, none)) for key in keys
+    ]
+    return [
+        f"{key} is {there} here and {here} there" for key, here, there in pairs if here != there
+    ]
 
 
 def _dim(group: Group) -> int:

@@ -21,12 +21,12 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from lrattnres.depth.router import VARIANTS
 from lrattnres.report.compare import Entry, Group
 from lrattnres.report.measured import held_out, per_site
 from lrattnres.report.paper import SHARPNESS, TABLE1
 from lrattnres.report.read import finite
 from lrattnres.report.tables import added_percent
+from lrattnres.residual.router import VARIANTS
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 DASHES = ("-", "--", ":", "-.")
@@ -52,7 +52,16 @@ class Picture:
 def loss_against_cost(group: Group) -> Picture:
     """Figure 1: the paper's held-out losses and ours over the compute that the residual path adds."""
     rows: list[tuple[Any, ...]] = [
-        ("paper", row.row, row.residual, row.blocks, row.rank, float(row.added_flops_percent), float(row.val_loss), None)
+        (
+            "paper",
+            row.row,
+            row.residual,
+            row.blocks,
+            row.rank,
+            float(row.added_flops_percent),
+            float(row.val_loss),
+            None,
+        )
         for row in TABLE1
     ]
     lacking = []
@@ -63,18 +72,53 @@ def loss_against_cost(group: Group) -> Picture:
             continue
         choice, name = entry.choice, entry.row.row if entry.row else entry.label
         spread = float(np.std(losses, ddof=1)) if len(losses) > 1 else None
-        rows.append(("ours", name, choice.residual, choice.blocks, choice.rank, percent, float(np.mean(losses)), spread))
+        rows.append(
+            (
+                "ours",
+                name,
+                choice.residual,
+                choice.blocks,
+                choice.rank,
+                percent,
+                float(np.mean(losses)),
+                spread,
+            )
+        )
     figure, axes = plt.subplots(1, 2, figsize=(11, 5.2), layout="constrained")
     for panel, whose in zip(axes, ("paper", "ours"), strict=True):
         _scatter(panel, [row[1:] for row in rows if row[0] == whose])
-        panel.set(xlabel="added FLOPs, % of the plain core", ylabel="held-out loss (nats per token)", title=whose)
+        panel.set(
+            xlabel="added FLOPs, % of the plain core",
+            ylabel="held-out loss (nats per token)",
+            title=whose,
+        )
         panel.grid(alpha=0.25)
-    handles = {label: handle for panel in axes for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)}
+    handles = {
+        label: handle
+        for panel in axes
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
+    }
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=7, fontsize=8)
     caption = "Numbers are rows of Table 1; bars are the spread over seeds. The two panels have axes of their own."
     caption += f" Without a cost or a finite loss: {', '.join(lacking)}." if lacking else ""
-    columns = ("whose", "row", "residual", "blocks", "rank", "added_flops_percent", "val_loss", "spread")
-    return Picture(f"{group.name}_figure1", "Figure 1: held-out loss against added compute", caption, figure, columns, rows)
+    columns = (
+        "whose",
+        "row",
+        "residual",
+        "blocks",
+        "rank",
+        "added_flops_percent",
+        "val_loss",
+        "spread",
+    )
+    return Picture(
+        f"{group.name}_figure1",
+        "Figure 1: held-out loss against added compute",
+        caption,
+        figure,
+        columns,
+        rows,
+    )
 
 
 def loss_curves(group: Group) -> Picture:
@@ -85,7 +129,10 @@ def loss_curves(group: Group) -> Picture:
         points = [point for run in entry.runs for point in run.series("loss")]
         steps, losses = _binned(points, int(entry.runs[0].settings["steps"]))
         panel.plot([step * tokens for step in steps], losses, **style)
-        rows += [(entry.label, "training", step * tokens, loss) for step, loss in zip(steps, losses, strict=True)]
+        rows += [
+            (entry.label, "training", step * tokens, loss)
+            for step, loss in zip(steps, losses, strict=True)
+        ]
         for step, loss in _by_step(point for run in entry.runs for point in run.series("val_loss")):
             panel.plot(step * tokens, loss, "o", markersize=3, color=style["color"])
             rows.append((entry.label, "held out", step * tokens, loss))
@@ -100,7 +147,9 @@ def loss_curves(group: Group) -> Picture:
         panel.set_xscale("log")
         panel.xaxis.set_major_formatter(EngFormatter(sep=""))
     caption = "Lines: training loss, averaged over the seeds that a run has and short stretches of steps. Dots: held-out loss. "
-    caption += f"The axis is cut to what comes after the first {EARLY:.0%} of training.{_lacking(lacking)}"
+    caption += (
+        f"The axis is cut to what comes after the first {EARLY:.0%} of training.{_lacking(lacking)}"
+    )
     columns = ("run", "loss_of", "tokens", "loss")
     return Picture(f"{group.name}_loss", "Loss curves", caption, figure, columns, rows)
 
@@ -128,24 +177,38 @@ def loss_differences(group: Group) -> Picture | None:
     figure, rows, lacking = _panels(group, draw, "tokens", "loss - baseline (nats per token)")
     for panel in figure.axes:
         panel.xaxis.set_major_formatter(EngFormatter(sep=""))
-    late = finite([row[2] for row in rows if row[1] > 0.3 * group.runs[0].tokens and row[0] != plain.label])
+    late = finite(
+        [row[2] for row in rows if row[1] > 0.3 * group.runs[0].tokens and row[0] != plain.label]
+    )
     if late:  # the first steps differ by far more, and would flatten the rest
         low, high = min(0.0, *np.percentile(late, [1, 99])), max(0.0, *np.percentile(late, [1, 99]))
         margin = 0.15 * (high - low) or 0.01
         figure.axes[0].set_ylim(low - margin, high + margin)
-    caption = (
-        "Training loss minus the baseline's on the same batch, averaged over seeds and short stretches of steps; below zero is "
+    caption = "Training loss minus the baseline's on the same batch, averaged over seeds and short stretches of steps; below zero is "
+    caption += "better. The axis is cut to what comes after the first 30% of training." + _lacking(
+        lacking
     )
-    caption += "better. The axis is cut to what comes after the first 30% of training." + _lacking(lacking)
     return Picture(
-        f"{group.name}_difference", "Loss against the baseline", caption, figure, ("run", "tokens", "difference"), rows
+        f"{group.name}_difference",
+        "Loss against the baseline",
+        caption,
+        figure,
+        ("run", "tokens", "difference"),
+        rows,
     )
 
 
 def effective_sources(group: Group) -> Picture | None:
     """Figure 2: exp(entropy of α), averaged over tokens, at every read site."""
     caption = "Effective number of sources, exp(entropy of α), averaged over tokens and seeds."
-    return _sites(group, "effective_sources", "Figure 2: effective sources per site", "effective sources", caption, "figure2")
+    return _sites(
+        group,
+        "effective_sources",
+        "Figure 2: effective sources per site",
+        "effective sources",
+        caption,
+        "figure2",
+    )
 
 
 def largest_weights(group: Group) -> Picture | None:
@@ -161,7 +224,9 @@ def largest_weights(group: Group) -> Picture | None:
     return picture
 
 
-def _sites(group: Group, name: str, title: str, axis: str, caption: str, file: str) -> Picture | None:
+def _sites(
+    group: Group, name: str, title: str, axis: str, caption: str, file: str
+) -> Picture | None:
     def draw(panel: Any, entry: Entry, style: dict[str, Any], rows: list[tuple[Any, ...]]) -> bool:
         values = per_site(entry, name) or []
         points = [(site, value) for site, value in enumerate(values, start=1) if value is not None]
@@ -170,14 +235,27 @@ def _sites(group: Group, name: str, title: str, axis: str, caption: str, file: s
             rows += [(entry.label, site, value) for site, value in points]
         return bool(points)
 
-    figure, rows, lacking = _panels(group, draw, "read site: sub-layer it feeds, the head last", axis, routed=True)
+    figure, rows, lacking = _panels(
+        group, draw, "read site: sub-layer it feeds, the head last", axis, routed=True
+    )
     if not rows:
         plt.close(figure)
         return None
     shown = [entry for entry in group.entries if entry.choice.routed and entry.label not in lacking]
     training = [entry.label for entry in shown if not held_out(entry)]
-    caption += f" On training tokens, for want of held-out ones: {', '.join(training)}." if training else ""
-    return Picture(f"{group.name}_{file}", title, caption + _lacking(lacking), figure, ("run", "site", name), rows)
+    caption += (
+        f" On training tokens, for want of held-out ones: {', '.join(training)}."
+        if training
+        else ""
+    )
+    return Picture(
+        f"{group.name}_{file}",
+        title,
+        caption + _lacking(lacking),
+        figure,
+        ("run", "site", name),
+        rows,
+    )
 
 
 Draw = Callable[[Any, Entry, dict[str, Any], list[tuple[Any, ...]]], bool]
@@ -188,20 +266,36 @@ def _panels(
 ) -> tuple[Figure, list[tuple[Any, ...]], list[str]]:
     """A panel for each family of residual paths, `draw` called for each run in it; its data; and runs without any."""
     plain = None if routed else group.plain
-    entries = [entry for entry in group.entries if entry is not plain and (entry.choice.routed or not routed)]
-    families = {name: list(members) for name, members in itertools.groupby(sorted(entries, key=_family), key=_family)}
-    names = sorted(families, key=lambda name: group.entries.index(families[name][0])) or ["baseline only"]
+    entries = [
+        entry
+        for entry in group.entries
+        if entry is not plain and (entry.choice.routed or not routed)
+    ]
+    families = {
+        name: list(members)
+        for name, members in itertools.groupby(sorted(entries, key=_family), key=_family)
+    }
+    names = sorted(families, key=lambda name: group.entries.index(families[name][0])) or [
+        "baseline only"
+    ]
     wide = min(3, len(names))
     tall = math.ceil(len(names) / wide)
     figure, axes = plt.subplots(
-        tall, wide, figsize=(4.3 * wide + 0.6, 3.9 * tall), layout="constrained", squeeze=False, sharex=True
+        tall,
+        wide,
+        figsize=(4.3 * wide + 0.6, 3.9 * tall),
+        layout="constrained",
+        squeeze=False,
+        sharex=True,
     )
     first: dict[str, Any] = {}
     rows: list[tuple[Any, ...]] = []
     lacking: list[str] = []
     for panel, name in zip(axes.flat, names, strict=False):
         members = families.get(name, [])
-        kind = name.rpartition(", ")[2] if routed else ""  # full routing has many more sources than blocks
+        kind = (
+            name.rpartition(", ")[2] if routed else ""
+        )  # full routing has many more sources than blocks
         if first.setdefault(kind, panel) is not panel:
             panel.sharey(first[kind])
         for number, entry in enumerate([*([plain] if plain else []), *members]):
@@ -214,7 +308,13 @@ def _panels(
         panel.autoscale_view()
         panel.grid(alpha=0.25)
         if panel.get_legend_handles_labels()[0]:
-            panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=2, fontsize=7.5, frameon=False)
+            panel.legend(
+                loc="upper center",
+                bbox_to_anchor=(0.5, -0.17),
+                ncols=2,
+                fontsize=7.5,
+                frameon=False,
+            )
     for panel in axes[:, 0]:
         panel.set_ylabel(up)
     for panel in list(axes.flat)[len(names) :]:
@@ -224,13 +324,21 @@ def _panels(
 
 def _scatter(panel: Any, rows: Sequence[tuple[Any, ...]]) -> None:
     """(row, residual, blocks, rank, percent, loss, spread) as points with the names of their rows."""
-    for _, residual, blocks, _, percent, loss, spread in sorted(rows, key=lambda row: (_place(row[1]), row[2] or 99)):
+    for _, residual, blocks, _, percent, loss, spread in sorted(
+        rows, key=lambda row: (_place(row[1]), row[2] or 99)
+    ):
         routed = residual not in VARIANTS or VARIANTS[residual].keys is not None
         label = " ".join([residual, *([f"N={blocks}" if blocks else "full"] if routed else [])])
         color = PALETTE[(_place(residual) - 1) % len(PALETTE)] if routed else GREY
         panel.errorbar(percent, loss, spread, fmt="none", ecolor=color, capsize=3, zorder=1)
         panel.plot(
-            percent, loss, MARKERS.get(blocks, "P") if routed else "*", color=color, markersize=6, label=label, linestyle=""
+            percent,
+            loss,
+            MARKERS.get(blocks, "P") if routed else "*",
+            color=color,
+            markersize=6,
+            label=label,
+            linestyle="",
         )
     panel.margins(0.14)
     _name_points(panel, [(row[0], row[4], row[5]) for row in rows])
@@ -245,21 +353,40 @@ def _name_points(panel: Any, points: Sequence[tuple[str, float, float]]) -> None
     """Each name on the side of its point where it is farthest from other points and from names set before it."""
     low, high = panel.get_xlim(), panel.get_ylim()
     panel.set(xlim=low, ylim=high)
-    size = 0.5 * panel.figure.get_figwidth() * 65, panel.figure.get_figheight() * 60  # of a panel, in points, about
-    spots = [((x - low[0]) / (low[1] - low[0]) * size[0], (y - high[0]) / (high[1] - high[0]) * size[1]) for _, x, y in points]
+    size = (
+        0.5 * panel.figure.get_figwidth() * 65,
+        panel.figure.get_figheight() * 60,
+    )  # of a panel, in points, about
+    spots = [
+        ((x - low[0]) / (low[1] - low[0]) * size[0], (y - high[0]) / (high[1] - high[0]) * size[1])
+        for _, x, y in points
+    ]
     taken = list(spots)
     for (name, x, y), (across, up) in sorted(zip(points, spots, strict=True)):
         half = 2.6 * len(name)
 
-        def room(side: tuple[float, float], across: float = across, up: float = up, half: float = half) -> float:
+        def room(
+            side: tuple[float, float], across: float = across, up: float = up, half: float = half
+        ) -> float:
             centre = (across + side[0] * (half + 6), up + side[1] * 9)
             inside = half < centre[0] < size[0] - half
             others = [spot for spot in taken if spot != (across, up)]
-            return min([math.hypot((centre[0] - a) / max(half, 6), (centre[1] - b) / 6) for a, b in others] or [9]) + 9 * inside
+            return (
+                min(
+                    [
+                        math.hypot((centre[0] - a) / max(half, 6), (centre[1] - b) / 6)
+                        for a, b in others
+                    ]
+                    or [9]
+                )
+                + 9 * inside
+            )
 
         side = max(((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1)), key=room)
         offset = (side[0] * (half + 6), side[1] * 9)
-        panel.annotate(name, (x, y), offset, textcoords="offset points", ha="center", va="center", fontsize=8)
+        panel.annotate(
+            name, (x, y), offset, textcoords="offset points", ha="center", va="center", fontsize=8
+        )
         taken.append((across + offset[0], up + offset[1]))
 
 
@@ -267,7 +394,11 @@ def _style(number: int) -> dict[str, Any]:
     """Of the line with this number in a panel; -1 is the baseline."""
     if number < 0:
         return {"color": GREY, "linestyle": "--", "linewidth": 0.9, "zorder": 3}
-    return {"color": PALETTE[number % len(PALETTE)], "linestyle": DASHES[number // len(PALETTE) % 4], "linewidth": 1.3}
+    return {
+        "color": PALETTE[number % len(PALETTE)],
+        "linestyle": DASHES[number // len(PALETTE) % 4],
+        "linewidth": 1.3,
+    }
 
 
 def _family(entry: Entry) -> str:

@@ -24,9 +24,18 @@ def heatmaps(group: Group) -> list[Picture]:
     """
     shown, lacking = [], []
     for entry in group.entries:
-        run = next((run for run in entry.runs if run.diagnostics and any(run.diagnostics.get("mean_weight") or ())), None)
+        run = next(
+            (
+                run
+                for run in entry.runs
+                if run.diagnostics and any(run.diagnostics.get("mean_weight") or ())
+            ),
+            None,
+        )
         if run is not None and run.diagnostics is not None:
-            shown.append((bool(entry.choice.blocks), f"{entry.label}, seed {run.seed}", run.diagnostics))
+            shown.append(
+                (bool(entry.choice.blocks), f"{entry.label}, seed {run.seed}", run.diagnostics)
+            )
         elif entry.choice.routed:
             lacking.append(entry.label)
     shown.sort(key=lambda item: item[0])
@@ -43,15 +52,29 @@ def _picture(group: Group, kind: str, shown: list[tuple[Any, ...]], missing: str
     ceiling = float(np.percentile(values, 99.5))
     wide = min(WIDE, len(shown))
     tall = math.ceil(len(shown) / wide)
-    figure, axes = plt.subplots(tall, wide, figsize=(3.4 * wide + 1, 3.6 * tall), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(
+        tall, wide, figsize=(3.4 * wide + 1, 3.6 * tall), layout="constrained", squeeze=False
+    )
     rows: list[tuple[Any, ...]] = []
     for panel, (title, diagnostics), (weights, used) in zip(axes.flat, shown, grids, strict=False):
-        picture: Any = panel.imshow(weights[1:, used], cmap="magma", vmin=0, vmax=ceiling, aspect="auto", interpolation="nearest")
+        picture: Any = panel.imshow(
+            weights[1:, used],
+            cmap="magma",
+            vmin=0,
+            vmax=ceiling,
+            aspect="auto",
+            interpolation="nearest",
+        )
         panel.set_facecolor("#dddddd")
         panel.set_title(title, fontsize=9)
         _ticks(panel, used, len(weights) - 1)
-        for site, (labels, means) in enumerate(zip(diagnostics["sources"], diagnostics["mean_weight"], strict=True), start=1):
-            rows += [(title, site, label, mean) for label, mean in zip(labels, means or [], strict=bool(means))]
+        for site, (labels, means) in enumerate(
+            zip(diagnostics["sources"], diagnostics["mean_weight"], strict=True), start=1
+        ):
+            rows += [
+                (title, site, label, mean)
+                for label, mean in zip(labels, means or [], strict=bool(means))
+            ]
     kept, rest = axes.flat[: len(shown)], axes.flat[len(shown) :]
     for panel in rest:
         panel.remove()
@@ -59,13 +82,24 @@ def _picture(group: Group, kind: str, shown: list[tuple[Any, ...]], missing: str
         panel.set_ylabel("read site")
     for panel in kept[-wide:]:
         panel.set_xlabel("source: embedding, or last\nsub-layer it sums")
-    figure.colorbar(picture, ax=list(kept), label="mean α", extend="max" if values.max() > ceiling else "neither", aspect=30)
-    caption = (
-        "Mean α over held-out tokens; grey: no such source. One scale of colours for all panels, cut at the 99.5th percentile, "
+    figure.colorbar(
+        picture,
+        ax=list(kept),
+        label="mean α",
+        extend="max" if values.max() > ceiling else "neither",
+        aspect=30,
     )
+    caption = "Mean α over held-out tokens; grey: no such source. One scale of colours for all panels, cut at the 99.5th percentile, "
     caption += f"{ceiling:.3f}; the largest is {values.max():.3f}.{missing}"
     title = f"Figure 3: where each site reads, {kind}"
-    return Picture(f"{group.name}_figure3_{kind}", title, caption, figure, ("run", "site", "source", "mean_weight"), rows)
+    return Picture(
+        f"{group.name}_figure3_{kind}",
+        title,
+        caption,
+        figure,
+        ("run", "site", "source", "mean_weight"),
+        rows,
+    )
 
 
 def _ticks(panel: Any, used: np.ndarray, head: int) -> None:

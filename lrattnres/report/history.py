@@ -11,7 +11,14 @@ from typing import Any
 
 from lrattnres.runs.metrics import MetricsError, MetricsFile
 
-WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf, "NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+WORDS = {
+    "nan": math.nan,
+    "inf": math.inf,
+    "-inf": -math.inf,
+    "NaN": math.nan,
+    "Infinity": math.inf,
+    "-Infinity": -math.inf,
+}
 
 
 class HistoryError(Exception):
@@ -29,12 +36,16 @@ def read_history(path: Path) -> list[dict[str, Any]]:
     try:
         records = HISTORIES[file.name](file)
     except (MetricsError, OSError, ValueError, csv.Error) as fault:
-        raise HistoryError(f"{file.name} cannot be read: {str(fault).replace(str(file), file.name)}") from fault
+        raise HistoryError(
+            f"{file.name} cannot be read: {str(fault).replace(str(file), file.name)}"
+        ) from fault
     by_step: dict[int, dict[str, Any]] = {}
     for number, record in enumerate(records, start=1):
         step = record.get("step")
         if isinstance(step, bool) or not isinstance(step, int | float) or step != step // 1:
-            raise HistoryError(f"{file.name} cannot be read: record {number} has no whole number `step`, but {step!r}")
+            raise HistoryError(
+                f"{file.name} cannot be read: record {number} has no whole number `step`, but {step!r}"
+            )
         by_step[int(step)] = by_step.get(int(step), {}) | record | {"step": int(step)}
     return [by_step[step] for step in sorted(by_step)]
 
@@ -54,7 +65,11 @@ def _numbers(value: Any) -> Any:
 
 def _json_lines(file: Path) -> list[dict[str, Any]]:
     """`json.dumps(record)` of every record of `run.scan_history()`, a line each."""
-    return [_record(read_json(line)) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return [
+        _record(read_json(line))
+        for line in file.read_text(encoding="utf-8").splitlines()
+        if line.strip()
+    ]
 
 
 def _json(file: Path) -> list[dict[str, Any]]:
@@ -82,9 +97,15 @@ def _csv(file: Path) -> list[dict[str, Any]]:
         if not name or name.endswith(("__MIN", "__MAX")):
             continue
         if name in columns and not (name == "step" and "step" in head):
-            raise ValueError(f"two columns are of {name}: `{head[columns[name]]}` and `{title}`; export one run a file")
+            raise ValueError(
+                f"two columns are of {name}: `{head[columns[name]]}` and `{title}`; export one run a file"
+            )
         columns[name] = head.index("step") if name == "step" and "step" in head else number
-    return [{name: _cell(row[number]) for name, number in columns.items() if row[number] != ""} for row in rows if row]
+    return [
+        {name: _cell(row[number]) for name, number in columns.items() if row[number] != ""}
+        for row in rows
+        if row
+    ]
 
 
 def _cell(text: str) -> Any:

@@ -7,13 +7,13 @@ from typing import Any, TextIO
 
 import torch
 
-from lrattnres.checks import resolve_inspect
 from lrattnres.config import ConfigError, EvalConfig
+from lrattnres.config.checks import resolve_inspect
+from lrattnres.config.commands import InspectConfig
 from lrattnres.evaluation.load import TrainedRun, load_run
 from lrattnres.evaluation.reads import reads_record
 from lrattnres.report.reads import mean_heatmap, token_heatmap
 from lrattnres.runs.files import to_json, write_atomic
-from lrattnres.use_config import InspectConfig
 
 PANELS = 6  # sites of the picture over tokens, unless some are named
 
@@ -27,13 +27,19 @@ def inspect_run(config: InspectConfig, source: TextIO) -> Path:
     """
     text = _text(resolve_inspect(config), source)
     evaluation = EvalConfig(
-        config.run, step=config.step, device=config.device, precision=config.precision, threads=config.threads
+        config.run,
+        step=config.step,
+        device=config.device,
+        precision=config.precision,
+        threads=config.threads,
     )
     run = load_run(evaluation, print)
     tokens = torch.tensor([run.tokenizer.separator, *run.tokenizer.encode(text).tolist()])
     shown = range(config.first, min(config.first + config.shown, len(tokens)))
     sites = _checked(config, run, len(tokens))
-    record = _named(run) | reads_record(run.model, run.tokenizer, tokens, documents=run.settings.documents)
+    record = _named(run) | reads_record(
+        run.model, run.tokenizer, tokens, documents=run.settings.documents
+    )
 
     out = Path(config.out) if config.out else run.folder.path / "inspection"
     out.mkdir(parents=True, exist_ok=True)
@@ -51,13 +57,17 @@ def inspect_run(config: InspectConfig, source: TextIO) -> Path:
 def _text(config: InspectConfig, source: TextIO) -> str:
     try:
         if config.file:
-            text: str | None = Path(config.file).read_bytes().decode("utf-8")  # `read_text` would change the line ends
+            text: str | None = (
+                Path(config.file).read_bytes().decode("utf-8")
+            )  # `read_text` would change the line ends
         else:
             text = source.read() if config.text == "-" else config.text
         assert text is not None  # `resolve_inspect` has seen that one of the two is there
         text.encode("utf-8")
     except UnicodeError as fault:
-        raise ConfigError([f"text: not UTF-8: {fault}; convert it first, with iconv for example"]) from fault
+        raise ConfigError(
+            [f"text: not UTF-8: {fault}; convert it first, with iconv for example"]
+        ) from fault
     except OSError as fault:
         raise ConfigError([f"file={config.file}: cannot be read: {fault.strerror}"]) from fault
     return text
@@ -67,7 +77,11 @@ def _checked(config: InspectConfig, run: TrainedRun, tokens: int) -> list[int]:
     """The sites of the picture over tokens. Raises ConfigError for all that does not fit the run or the text."""
     model, last = run.settings.model, 2 * run.settings.model.layers + 1
     if run.model.router.variant.keys is None:
-        raise ConfigError([f"run={config.run}: model.residual={model.residual} has no depth attention to look into"])
+        raise ConfigError(
+            [
+                f"run={config.run}: model.residual={model.residual} has no depth attention to look into"
+            ]
+        )
     words = config.sites.split(",") if config.sites is not None else []
     names = {str(site): site for site in range(2, last + 1)} | {"head": last}
     faults = [
@@ -76,9 +90,13 @@ def _checked(config: InspectConfig, run: TrainedRun, tokens: int) -> list[int]:
         if word.strip() not in names
     ]
     if tokens > model.context:
-        faults.append(f"text: {tokens} tokens, the end-of-text in front included, are more than the context of {model.context}")
+        faults.append(
+            f"text: {tokens} tokens, the end-of-text in front included, are more than the context of {model.context}"
+        )
     if config.first >= tokens:
-        faults.append(f"first={config.first}: the text has {tokens} tokens; write 0 to {tokens - 1}")
+        faults.append(
+            f"first={config.first}: the text has {tokens} tokens; write 0 to {tokens - 1}"
+        )
     if faults:
         raise ConfigError(faults)
     chosen = {names[word.strip()] for word in words}
@@ -86,4 +104,8 @@ def _checked(config: InspectConfig, run: TrainedRun, tokens: int) -> list[int]:
 
 
 def _named(run: TrainedRun) -> dict[str, Any]:
-    return {"run": run.folder.path.name, "step": run.checkpoint.step, "residual": run.settings.model.residual}
+    return {
+        "run": run.folder.path.name,
+        "step": run.checkpoint.step,
+        "residual": run.settings.model.residual,
+    }

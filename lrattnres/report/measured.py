@@ -18,7 +18,11 @@ from lrattnres.training.memory import GB, estimate_memory
 
 def held_out(entry: Entry) -> list[Mapping[str, Any]]:
     """Diagnostics of the seeds that were measured on held-out tokens; those made in training have no mean α."""
-    return [run.diagnostics for run in entry.runs if run.diagnostics and "mean_weight" in run.diagnostics]
+    return [
+        run.diagnostics
+        for run in entry.runs
+        if run.diagnostics and "mean_weight" in run.diagnostics
+    ]
 
 
 def per_site(entry: Entry, name: str) -> list[float | None] | None:
@@ -27,14 +31,26 @@ def per_site(entry: Entry, name: str) -> list[float | None] | None:
     Seeds measured on held-out tokens are preferred to those that only have it from training.
     """
     known = held_out(entry) or [run.diagnostics for run in entry.runs if run.diagnostics]
-    columns = list(zip(*(diagnostics[name] for diagnostics in known if any(diagnostics.get(name) or ())), strict=True))
+    columns = list(
+        zip(
+            *(diagnostics[name] for diagnostics in known if any(diagnostics.get(name) or ())),
+            strict=True,
+        )
+    )
     return [None if None in values else statistics.fmean(values) for values in columns] or None
 
 
 def sharpness(group: Group) -> Table:
     """The largest α of a token, averaged over tokens, over routing sites and over seeds; first the Delta paper's claim."""
     rows: list[tuple[str, ...]] = [
-        (f"{claim.method} (Delta paper)", f"{claim.average:.2f}", MISSING, MISSING, "as stated there") for claim in SHARPNESS
+        (
+            f"{claim.method} (Delta paper)",
+            f"{claim.average:.2f}",
+            MISSING,
+            MISSING,
+            "as stated there",
+        )
+        for claim in SHARPNESS
     ]
     lacking = []
     for entry in group.entries:
@@ -47,10 +63,20 @@ def sharpness(group: Group) -> Table:
             rows.append((entry.label, *map(number, figures), "; ".join(of)))
         elif entry.choice.routed:
             lacking.append(entry.label)
-    notes = ["Few sources leave little to choose from: compare equal N. The claims are of block models at other sizes than ours."]
-    notes += [f"No diagnostics of held-out tokens (eval.py run=… diagnostics=true): {', '.join(lacking)}."] if lacking else []
+    notes = [
+        "Few sources leave little to choose from: compare equal N. The claims are of block models at other sizes than ours."
+    ]
+    notes += (
+        [
+            f"No diagnostics of held-out tokens (eval.py run=… diagnostics=true): {', '.join(lacking)}."
+        ]
+        if lacking
+        else []
+    )
     columns = ("run", "mean over sites", "mean over the deeper half", "largest site", "measured on")
-    return Table(f"{group.name}_sharpness", "Largest α, averaged over tokens", columns, rows, tuple(notes))
+    return Table(
+        f"{group.name}_sharpness", "Largest α, averaged over tokens", columns, rows, tuple(notes)
+    )
 
 
 def speed(group: Group) -> Table:
@@ -75,24 +101,41 @@ def speed(group: Group) -> Table:
         "Rates are medians over the logged steps of all seeds. They compare only runs that had the same machine to themselves.",
         "Memory of a rank is counted from the settings (docs/scaling.md), not measured; `instruments.ranks` records peaks.",
     )
-    columns = ("run", "tokens a second", "ratio to the baseline", "MFU", "memory a rank, GB", "machine")
+    columns = (
+        "run",
+        "tokens a second",
+        "ratio to the baseline",
+        "MFU",
+        "memory a rank, GB",
+        "machine",
+    )
     return Table(f"{group.name}_speed", "Throughput and memory", columns, rows, notes)
 
 
 def _median(entry: Entry, name: str) -> float | None:
-    values = [value for run in entry.runs for value in finite([value for _, value in run.series(name)])]
+    values = [
+        value for run in entry.runs for value in finite([value for _, value in run.series(name)])
+    ]
     return statistics.median(values) if values else None
 
 
 def _machine(run: Run) -> str:
-    parts = [str(run.machine[key]) for key in ("device", "depth_kernels", "compile") if key in run.machine]
+    parts = [
+        str(run.machine[key])
+        for key in ("device", "depth_kernels", "compile")
+        if key in run.machine
+    ]
     return ", ".join(parts) or "not stated"
 
 
 def _memory(run: Run) -> float | None:
     """Bytes; None for settings that this version of the program does not know."""
-    ranks = [int(part) for part in str(run.machine.get("ranks", "1")).split(" x ") if part.isdigit()]
-    settings = tuple((key, run.settings[key]) for key in SCHEMA if key not in ("name", "seed", "runs"))
+    ranks = [
+        int(part) for part in str(run.machine.get("ranks", "1")).split(" x ") if part.isdigit()
+    ]
+    settings = tuple(
+        (key, run.settings[key]) for key in SCHEMA if key not in ("name", "seed", "runs")
+    )
     try:
         return _estimate(settings, math.prod(ranks))
     except (ConfigError, ValueError):

@@ -37,7 +37,9 @@ tr.missing { color: #767676 } nav a { margin-right: 1em }
 
 def html_page(title: str, sections: list[Section], drawings: Mapping[str, bytes]) -> str:
     """The page; `drawings` are the SVG files of its pictures, by name."""
-    links = "".join(f'<a href="#{section.anchor}">{escape(section.heading)}</a>' for section in sections)
+    links = "".join(
+        f'<a href="#{section.anchor}">{escape(section.heading)}</a>' for section in sections
+    )
     body = "".join(_html_section(section, drawings) for section in sections)
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
     return (
@@ -58,7 +60,9 @@ def markdown_page(title: str, sections: list[Section]) -> str:
 
 def _html_section(section: Section, drawings: Mapping[str, bytes]) -> str:
     parts = "".join(_html(part, drawings) for part in section.parts)
-    return f'<section id="{section.anchor}">\n<h2>{escape(section.heading)}</h2>\n{parts}</section>\n'
+    return (
+        f'<section id="{section.anchor}">\n<h2>{escape(section.heading)}</h2>\n{parts}</section>\n'
+    )
 
 
 def _html(part: Part, drawings: Mapping[str, bytes]) -> str:
@@ -76,18 +80,28 @@ def _html(part: Part, drawings: Mapping[str, bytes]) -> str:
 
 
 def _html_table(table: Table) -> str:
-    texts = [any(_is_text(row[column]) for row in table.rows) for column in range(len(table.columns))]
+    texts = [
+        any(_is_text(row[column]) for row in table.rows) for column in range(len(table.columns))
+    ]
     marks = [' class="text"' if text else "" for text in texts]
-    head = "".join(f'<th scope="col"{mark}>{escape(column)}</th>' for column, mark in zip(table.columns, marks, strict=True))
+    head = "".join(
+        f'<th scope="col"{mark}>{escape(column)}</th>'
+        for column, mark in zip(table.columns, marks, strict=True)
+    )
     body = "".join(
         ('<tr class="missing">' if row[-1] == "missing" else "<tr>")
         + "".join(f"<td{mark}>{escape(cell)}</td>" for cell, mark in zip(row, marks, strict=True))
         + "</tr>\n"
         for row in table.rows
     )
-    notes = "".join(f'<p class="note">{escape(note)}</p>\n' for note in (*table.notes, f"Data: tables/{table.name}.csv"))
+    notes = "".join(
+        f'<p class="note">{escape(note)}</p>\n'
+        for note in (*table.notes, f"Data: tables/{table.name}.csv")
+    )
     rows = f"<thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody>"
-    return f'<h3>{escape(table.title)}</h3>\n<div class="table"><table>{rows}</table></div>\n{notes}'
+    return (
+        f'<h3>{escape(table.title)}</h3>\n<div class="table"><table>{rows}</table></div>\n{notes}'
+    )
 
 
 def _markdown(part: Part) -> list[str]:
@@ -97,10 +111,30 @@ def _markdown(part: Part) -> list[str]:
         return [f"- {_plain(item)}" for item in part]
     if isinstance(part, Picture):
         data = f"[Data](figures/{part.name}.csv), [SVG](figures/{part.name}.svg)."
-        return [f"### {part.title}", "", f"![{part.title}](figures/{part.name}.png)", "", f"{_plain(part.caption)} {data}"]
-    rule = ["---" if any(_is_text(row[column]) for row in part.rows) else "---:" for column in range(len(part.columns))]
-    lines = [_line(part.columns), _line(rule), *(_line(tuple(map(_plain, row))) for row in part.rows)]
-    return [f"### {part.title}", "", *lines, "", *(f"{_plain(note)}\n" for note in part.notes), f"[Data](tables/{part.name}.csv)"]
+        return [
+            f"### {part.title}",
+            "",
+            f"![{part.title}](figures/{part.name}.png)",
+            "",
+            f"{_plain(part.caption)} {data}",
+        ]
+    rule = [
+        "---" if any(_is_text(row[column]) for row in part.rows) else "---:"
+        for column in range(len(part.columns))
+    ]
+    lines = [
+        _line(part.columns),
+        _line(rule),
+        *(_line(tuple(map(_plain, row))) for row in part.rows),
+    ]
+    return [
+        f"### {part.title}",
+        "",
+        *lines,
+        "",
+        *(f"{_plain(note)}\n" for note in part.notes),
+        f"[Data](tables/{part.name}.csv)",
+    ]
 
 
 def _line(cells: tuple[str, ...] | list[str]) -> str:

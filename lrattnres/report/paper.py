@@ -48,7 +48,10 @@ def _read(name: str) -> list[dict[str, Any]]:
     whole = ("blocks", "rank")
     with (HERE / name).open(encoding="utf-8", newline="") as file:
         return [
-            {key: (int(value) if value else None) if key in whole else value for key, value in row.items()}
+            {
+                key: (int(value) if value else None) if key in whole else value
+                for key, value in row.items()
+            }
             for row in csv.DictReader(file)
         ]
 

@@ -25,7 +25,12 @@ from lrattnres.report.history import HISTORIES, HistoryError, read_history, read
 
 CONFIGS = ("config.yaml", "config.json")
 SUMMARIES = ("summary.json", "wandb-summary.json")
-TRACES = (*HISTORIES, *SUMMARIES, "checkpoints", "status.json")  # of a run, even where its configuration is lost
+TRACES = (
+    *HISTORIES,
+    *SUMMARIES,
+    "checkpoints",
+    "status.json",
+)  # of a run, even where its configuration is lost
 SCHEMA = fields_of(TrainConfig)
 DEFAULTS = flatten(defaults(TrainConfig))
 
@@ -56,24 +61,34 @@ class Run:
     @property
     def tokens(self) -> int:
         """Tokens that the whole run reads: steps x sequences x context."""
-        return int(self.settings["steps"] * self.settings["global_batch"] * self.settings["model.context"])
+        return int(
+            self.settings["steps"] * self.settings["global_batch"] * self.settings["model.context"]
+        )
 
     @property
     def last_step(self) -> int:
-        return max([int(self.summary.get("step") or 0), *(record["step"] for record in self.records)])
+        return max(
+            [int(self.summary.get("step") or 0), *(record["step"] for record in self.records)]
+        )
 
     @property
     def val_loss(self) -> float | None:
         """Held-out loss after the last step, nats a token; None while the run is not finished."""
         last = self.records[-1] if self.records else {}
         for source in (self.summary, last):
-            if source.get("step") == self.settings["steps"] and isinstance(source.get("val_loss"), float | int):
+            if source.get("step") == self.settings["steps"] and isinstance(
+                source.get("val_loss"), float | int
+            ):
                 return float(source["val_loss"])
         return None
 
     def series(self, name: str) -> list[tuple[int, float]]:
         """(step, value) of every record that has this number; numbers that are not finite are left in."""
-        return [(record["step"], float(record[name])) for record in self.records if _is_number(record.get(name))]
+        return [
+            (record["step"], float(record[name]))
+            for record in self.records
+            if _is_number(record.get(name))
+        ]
 
 
 def find_runs(folders: list[Path]) -> tuple[list[Run], list[str]]:
@@ -111,7 +126,9 @@ def read_run(path: Path) -> Run:
     identity = _optional(path, ("identity.json",), faults)
     starts = _optional(path, ("environment.json",), faults).get("starts") or [{}]
     diagnostics = _diagnostics(path, settings, records, faults)
-    return Run(_name(path), settings, records, summary, diagnostics, identity, starts[-1], tuple(faults))
+    return Run(
+        _name(path), settings, records, summary, diagnostics, identity, starts[-1], tuple(faults)
+    )
 
 
 def _candidates(folder: Path) -> Iterator[Path]:
@@ -120,7 +137,9 @@ def _candidates(folder: Path) -> Iterator[Path]:
         yield folder
         return
     if any((folder / name).exists() for name in TRACES) or any(folder.glob("run-*.wandb")):
-        files = folder / "files"  # of W&B's own folders, whose history lies beside it in a form of its own
+        files = (
+            folder / "files"
+        )  # of W&B's own folders, whose history lies beside it in a form of its own
         yield files if any((files / name).is_file() for name in CONFIGS) else folder
         return
     for child in sorted(folder.iterdir()):
@@ -132,23 +151,43 @@ def _settings(path: Path) -> dict[str, Any]:
     """The resolved configuration, complete. W&B wraps each top-level value as {value: …} and adds keys of its own."""
     file = next((path / name for name in CONFIGS if (path / name).is_file()), None)
     if file is None:
-        raise ReportError(f"{path.name}: left out: it has no {' or '.join(CONFIGS)}{_refusal(path)}")
+        raise ReportError(
+            f"{path.name}: left out: it has no {' or '.join(CONFIGS)}{_refusal(path)}"
+        )
     try:
         text = file.read_text(encoding="utf-8")
-        tree = read_json(text) if file.suffix == ".json" else OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-        tree = read_json(tree) if isinstance(tree, str) else tree  # `json.dumps(run.json_config)`, a text in a text
+        tree = (
+            read_json(text)
+            if file.suffix == ".json"
+            else OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+        )
+        tree = (
+            read_json(tree) if isinstance(tree, str) else tree
+        )  # `json.dumps(run.json_config)`, a text in a text
     except Exception as fault:  # the classes of two parsers
-        raise ReportError(f"{path.name}: left out: {file.name} cannot be read: {_line(fault)}") from fault
+        raise ReportError(
+            f"{path.name}: left out: {file.name} cannot be read: {_line(fault)}"
+        ) from fault
     if not isinstance(tree, dict):
         raise ReportError(f"{path.name}: left out: {file.name} is not a mapping of settings")
-    tree = {key: value for key, value in tree.items() if not str(key).startswith("_") and key != "wandb_version"}
+    tree = {
+        key: value
+        for key, value in tree.items()
+        if not str(key).startswith("_") and key != "wandb_version"
+    }
     if tree and all(isinstance(value, dict) and "value" in value for value in tree.values()):
         tree = {key: value["value"] for key, value in tree.items()}
     given = flatten(tree)
     settings = DEFAULTS | given
-    lacking = [key for key in SCHEMA if settings[key] == MISSING and not SCHEMA[key][1]["may_change"] and key != "name"]
+    lacking = [
+        key
+        for key in SCHEMA
+        if settings[key] == MISSING and not SCHEMA[key][1]["may_change"] and key != "name"
+    ]
     if lacking:
-        raise ReportError(f"{path.name}: left out: {file.name} lacks {', '.join(lacking)}; is it whole, and of a training run?")
+        raise ReportError(
+            f"{path.name}: left out: {file.name} lacks {', '.join(lacking)}; is it whole, and of a training run?"
+        )
     return settings
 
 
@@ -182,19 +221,34 @@ def _diagnostics(
 ) -> dict[str, Any] | None:
     """The newest of evaluation/, else the newest of training, which has no mean α. `of` says which."""
     sites = 2 * settings["model.layers"] + 1
-    files = sorted(path.glob("evaluation/step_*.diagnostics.json"), key=lambda file: (len(file.name), file.name))
+    files = sorted(
+        path.glob("evaluation/step_*.diagnostics.json"),
+        key=lambda file: (len(file.name), file.name),
+    )
     found: dict[str, Any] | None = None
     for file in files[-1:]:
         value = _optional(path, (str(file.relative_to(path)),), faults)
         step = file.name.removeprefix("step_").partition(".")[0]
-        found = value and value | {"of": f"held-out tokens at step {int(step) if step.isdigit() else step}"}
+        found = value and value | {
+            "of": f"held-out tokens at step {int(step) if step.isdigit() else step}"
+        }
         if step.isdigit() and int(step) != settings["steps"]:
-            faults.append(f"its newest diagnostics are of step {int(step)}, not of its last, {settings['steps']}")
+            faults.append(
+                f"its newest diagnostics are of step {int(step)}, not of its last, {settings['steps']}"
+            )
     if not found:
-        in_training = [record for record in records if isinstance(record.get("effective_sources"), list)]
-        found = in_training[-1] | {"of": f"training tokens at step {in_training[-1]['step']}"} if in_training else None
+        in_training = [
+            record for record in records if isinstance(record.get("effective_sources"), list)
+        ]
+        found = (
+            in_training[-1] | {"of": f"training tokens at step {in_training[-1]['step']}"}
+            if in_training
+            else None
+        )
     if found and not _whole(found, sites):
-        faults.append(f"its diagnostics ({found['of']}) are not those of {sites} read sites; they are not shown")
+        faults.append(
+            f"its diagnostics ({found['of']}) are not those of {sites} read sites; they are not shown"
+        )
         return None
     return found
 
@@ -218,7 +272,9 @@ def _distinct(runs: Mapping[Path, Run]) -> list[Run]:
     names = [run.name for run in runs.values()]
     again = {name for name in names if names.count(name) > 1}
     renamed = [
-        Run(**(vars(run) | {"name": f"{path.parent.name}/{run.name}"})) if run.name in again else run
+        Run(**(vars(run) | {"name": f"{path.parent.name}/{run.name}"}))
+        if run.name in again
+        else run
         for path, run in runs.items()
     ]
     return sorted(renamed, key=lambda run: run.name)

@@ -12,11 +12,11 @@ import torch
 from torchmetrics.functional import spearman_corrcoef
 
 from lrattnres.config import ConfigError, ModelConfig, parse
-from lrattnres.depth.cost import cost
-from lrattnres.depth.router import VARIANTS
 from lrattnres.report.compare import Entry, Group
 from lrattnres.report.paper import DIM, TABLE1, TABLE2, PaperNorm, PaperRow
 from lrattnres.report.read import Run, finite
+from lrattnres.residual.cost import cost
+from lrattnres.residual.router import VARIANTS
 
 MISSING = "—"
 
@@ -40,29 +40,64 @@ def table1(group: Group) -> Table | None:
     plain = TABLE1[0]
     rows = []
     for row in TABLE1:
-        paper = (row.added_flops_percent, row.val_loss, f"{float(row.val_loss) - float(plain.val_loss):+.4f}")
+        paper = (
+            row.added_flops_percent,
+            row.val_loss,
+            f"{float(row.val_loss) - float(plain.val_loss):+.4f}",
+        )
         entry = ours.get(row.row)
         measured = _measured(entry, group) if entry else (*[MISSING] * 6, "missing")
         rank = str(entry.choice.rank or MISSING) if entry else MISSING
         rows.append((row.row, row.method, *granularity(row), *paper, rank, *measured))
     absent = [row.row for row in TABLE1 if row.row not in ours]
-    notes = [*_notes(group), f"Rows without a finished run: {', '.join(absent) or 'none'}.", *_order_of(ours)]
-    notes.append(f"A run is a row by its r·{DIM}/d: N is that of the paper, and r is scaled with the width.")
-    columns = ("row", "method", "N", "r", "paper: added FLOPs, %", "paper: loss", "paper: difference")
+    notes = [
+        *_notes(group),
+        f"Rows without a finished run: {', '.join(absent) or 'none'}.",
+        *_order_of(ours),
+    ]
+    notes.append(
+        f"A run is a row by its r·{DIM}/d: N is that of the paper, and r is scaled with the width."
+    )
+    columns = (
+        "row",
+        "method",
+        "N",
+        "r",
+        "paper: added FLOPs, %",
+        "paper: loss",
+        "paper: difference",
+    )
     columns_of_ours = ("our r", *(f"our {name}" for name in OURS))
     title = "Table 1: held-out loss, ours beside the paper's"
     return Table(f"{group.name}_table1", title, (*columns, *columns_of_ours), rows, tuple(notes))
 
 
-OURS = ("added FLOPs, %", "loss", "spread", "difference", "spread of the difference", "tokens", "seeds")
+OURS = (
+    "added FLOPs, %",
+    "loss",
+    "spread",
+    "difference",
+    "spread of the difference",
+    "tokens",
+    "seeds",
+)
 
 
 def other_runs(group: Group) -> Table | None:
     """What is none of the 20 rows, with the same columns; None if there is no such run."""
     entries = [entry for entry in group.entries if not entry.row]
-    rows = [(entry.choice.label, _settings(entry.choice.matched), *_measured(entry, group)) for entry in entries]
+    rows = [
+        (entry.choice.label, _settings(entry.choice.matched), *_measured(entry, group))
+        for entry in entries
+    ]
     title = "Runs outside the paper's Table 1"
-    return Table(f"{group.name}_others", title, ("run", "matched by", *OURS), rows, tuple(_notes(group))) if rows else None
+    return (
+        Table(
+            f"{group.name}_others", title, ("run", "matched by", *OURS), rows, tuple(_notes(group))
+        )
+        if rows
+        else None
+    )
 
 
 def table2(group: Group) -> Table:
@@ -74,14 +109,28 @@ def table2(group: Group) -> Table:
     ]
     taken: list[Entry] = []
     for norm in TABLE2:
-        entry = next((entry for entry in group.entries if entry.row and _same(norm, entry.row)), None)
+        entry = next(
+            (entry for entry in group.entries if entry.row and _same(norm, entry.row)), None
+        )
         taken += [entry] if entry else []
         name = f"{norm.method}{f', r={norm.rank}' if norm.rank else ''}"
-        rows.append((name, norm.average_gradient_norm, *(_norms(entry, notes) if entry else (*[MISSING] * 4, "missing"))))
+        rows.append(
+            (
+                name,
+                norm.average_gradient_norm,
+                *(_norms(entry, notes) if entry else (*[MISSING] * 4, "missing")),
+            )
+        )
     rest = [entry for entry in group.entries if entry not in taken]
     rows += [(entry.label, MISSING, *_norms(entry, notes)) for entry in rest]
     columns = ("run", "paper", "our run", "ours", "spread", "steps", "seeds")
-    return Table(f"{group.name}_table2", "Table 2: average gradient norm over training", columns, rows, tuple(notes))
+    return Table(
+        f"{group.name}_table2",
+        "Table 2: average gradient norm over training",
+        columns,
+        rows,
+        tuple(notes),
+    )
 
 
 def run_list(groups: list[Group], unfinished: list[Run]) -> list[Table]:
@@ -92,7 +141,14 @@ def run_list(groups: list[Group], unfinished: list[Run]) -> list[Table]:
         for entry in group.entries
         for run in entry.runs
     ]
-    tables = [Table("runs", "Runs in this report", ("run", "group", "shown as", "seed", "held-out loss", "tokens"), listed)]
+    tables = [
+        Table(
+            "runs",
+            "Runs in this report",
+            ("run", "group", "shown as", "seed", "held-out loss", "tokens"),
+            listed,
+        )
+    ]
     open_: list[tuple[str, ...]] = [
         (
             run.name,
@@ -104,13 +160,23 @@ def run_list(groups: list[Group], unfinished: list[Run]) -> list[Table]:
         for run in unfinished
     ]
     columns = ("run", "seed", "last step known", "last training loss", "last held-out loss")
-    notes = ("No held-out loss after the last step: these runs are in no other table and no figure.",)
-    return [*tables, Table("unfinished", "Unfinished runs", columns, open_, notes)] if open_ else tables
+    notes = (
+        "No held-out loss after the last step: these runs are in no other table and no figure.",
+    )
+    return (
+        [*tables, Table("unfinished", "Unfinished runs", columns, open_, notes)]
+        if open_
+        else tables
+    )
 
 
 def added_percent(run: Run) -> float | None:
     """Compute that the residual path adds to the core of this run's model, in percent; None if this version cannot know."""
-    model = {key.removeprefix("model."): value for key, value in run.settings.items() if key.startswith("model.")}
+    model = {
+        key.removeprefix("model."): value
+        for key, value in run.settings.items()
+        if key.startswith("model.")
+    }
     variant = VARIANTS.get(model["residual"])
     if variant is None:
         return None
@@ -130,7 +196,11 @@ def mean_and_spread(values: list[float], signed: bool = False) -> tuple[str, str
     """Mean, and the sample standard deviation, which takes two values at least."""
     if not values:
         return MISSING, MISSING
-    spread = f"{statistics.stdev(values):.4f}" if len(values) > 1 and all(map(math.isfinite, values)) else MISSING
+    spread = (
+        f"{statistics.stdev(values):.4f}"
+        if len(values) > 1 and all(map(math.isfinite, values))
+        else MISSING
+    )
     return number(statistics.fmean(values), signed), spread
 
 
@@ -140,7 +210,9 @@ def number(value: float | None, signed: bool = False) -> str:
 
 def granularity(row: PaperRow) -> tuple[str, str]:
     """N and r of a row, as texts."""
-    return (str(row.blocks) if row.blocks else MISSING if row is TABLE1[0] else "full"), str(row.rank or MISSING)
+    return (str(row.blocks) if row.blocks else MISSING if row is TABLE1[0] else "full"), str(
+        row.rank or MISSING
+    )
 
 
 def _measured(entry: Entry, group: Group) -> tuple[str, ...]:
@@ -173,13 +245,21 @@ def _notes(group: Group) -> list[str]:
 
 def _order_of(ours: Mapping[str, Entry]) -> list[str]:
     """How far the order of our rows is the paper's: Spearman's correlation of the losses of the rows that both have."""
-    pairs = [(float(row.val_loss), statistics.fmean(ours[row.row].losses.values())) for row in TABLE1 if row.row in ours]
+    pairs = [
+        (float(row.val_loss), statistics.fmean(ours[row.row].losses.values()))
+        for row in TABLE1
+        if row.row in ours
+    ]
     if len(pairs) < 3 or not all(math.isfinite(loss) for _, loss in pairs):
         return []
     paper, here = zip(*pairs, strict=True)
     if len(set(here)) < 2:
         return []
-    rho = float(spearman_corrcoef(torch.tensor(here, dtype=torch.float64), torch.tensor(paper, dtype=torch.float64)))
+    rho = float(
+        spearman_corrcoef(
+            torch.tensor(here, dtype=torch.float64), torch.tensor(paper, dtype=torch.float64)
+        )
+    )
     return [f"Rank correlation of our losses with the paper's, over {len(pairs)} rows: {rho:+.2f}."]
 
 
@@ -198,14 +278,21 @@ def _norms(entry: Entry, notes: list[str]) -> tuple[str, ...]:
         values = [value for _, value in run.series("grad_norm")]
         usable = finite(values)
         if len(usable) < len(values):
-            notes.append(f"{run.name}: {len(values) - len(usable)} steps with a norm that is not finite are left out.")
+            notes.append(
+                f"{run.name}: {len(values) - len(usable)} steps with a norm that is not finite are left out."
+            )
         if usable:
             means.append(statistics.fmean(usable))
             counts.append(len(usable))
         else:
             notes.append(f"{run.name}: no grad_norm was logged.")
     logged = " / ".join(f"{count:,}" for count in sorted(set(counts))) or MISSING
-    return (entry.label, *mean_and_spread(means), logged, ", ".join(str(run.seed) for run in entry.runs))
+    return (
+        entry.label,
+        *mean_and_spread(means),
+        logged,
+        ", ".join(str(run.seed) for run in entry.runs),
+    )
 
 
 def _settings(pairs: tuple[tuple[str, Any], ...]) -> str:

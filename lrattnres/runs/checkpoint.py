@@ -21,7 +21,7 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from lrattnres.runs.crew import CheckpointError, Crew
+from lrattnres.distributed.crew import CheckpointError, Crew
 from lrattnres.runs.files import sync
 from lrattnres.runs.manifest import verified_manifest, write_manifest
 from lrattnres.runs.tensors import (
@@ -61,7 +61,9 @@ class Checkpoint:
         Not collective. It is the caller who decides about the values of ranks that were there and are no more.
         """
         with explained(f"{self.path}: cannot be read"):
-            saved = [name.partition(".") for name in self._reader().read_metadata().state_dict_metadata]
+            saved = [
+                name.partition(".") for name in self._reader().read_metadata().state_dict_metadata
+            ]
             return sorted(key for name, _, key in saved if name == group)
 
     def load(self, state: State) -> None:
@@ -81,7 +83,9 @@ class Checkpoint:
         with explained(f"{self.path}: cannot be read"):
             wanted = crew.share(check)
             names, groups = (set().union(*parts) for parts in zip(*wanted, strict=True))
-            crew.share(lambda: self._refuse(differences(state, reader.read_metadata(), names, groups)))
+            crew.share(
+                lambda: self._refuse(differences(state, reader.read_metadata(), names, groups))
+            )
             crew.share(lambda: read_tensors(reader, state))
 
     def _refuse(self, faults: list[str]) -> None:
@@ -120,7 +124,9 @@ class Checkpoints:
                 raise CheckpointError(f"checkpoint.{name}={value}: must be at least 1")
         self.folder, self.keep_last, self.keep_every = Path(folder), keep_last, keep_every
         self._crew = Crew(group, timeout)
-        self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
+        self._background = (
+            ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
+        )
         self._pending: Future[Path] | None = None
         self._passed_over: set[int] = set()
 
@@ -143,7 +149,9 @@ class Checkpoints:
         with explained(f"{self.folder / _name(step)} is not written: its copy in host memory"):
             copy: State = {}
             self._crew.share(lambda: copy.update(snapshot(state)))
-        self._pending = self._background.submit(self._write, step, copy, json.loads(json.dumps(details)))
+        self._pending = self._background.submit(
+            self._write, step, copy, json.loads(json.dumps(details))
+        )
         return self.folder / _name(step)
 
     def wait(self) -> None:
@@ -164,13 +172,17 @@ class Checkpoints:
         complete, unfinished = self._crew.first(self._found)
         for step in sorted(complete | unfinished, reverse=True):
             if step in unfinished:
-                report(f"{self._hidden(step, 'partial')}: unfinished, its save was cut short (or still goes on); passed over")
+                report(
+                    f"{self._hidden(step, 'partial')}: unfinished, its save was cut short (or still goes on); passed over"
+                )
                 continue
             try:
                 return self.at(step)
             except CheckpointError as fault:
                 self._passed_over.add(step)
-                report(f"{fault}; passed over (and renamed to {self._hidden(step, 'damaged').name} if training goes on)")
+                report(
+                    f"{fault}; passed over (and renamed to {self._hidden(step, 'damaged').name} if training goes on)"
+                )
         return None
 
     def at(self, step: int) -> Checkpoint:
@@ -182,7 +194,9 @@ class Checkpoints:
         def find() -> Path:
             if step not in self.steps():
                 there = ", ".join(map(str, self.steps())) or "none"
-                raise CheckpointError(f"{self.folder}: no checkpoint of step {step}; there are: {there}")
+                raise CheckpointError(
+                    f"{self.folder}: no checkpoint of step {step}; there are: {there}"
+                )
             return self._path(step)
 
         return Checkpoint(self._crew.first(find), step, self._crew)
@@ -213,7 +227,9 @@ class Checkpoints:
         """All of a save, in the background or not. Every line is for all ranks, and fails on all or on none."""
         partial, crew = self._hidden(step, "partial"), self._crew
         try:
-            with explained(f"{partial}: the checkpoint of step {step} is not written, earlier ones are as they were"):
+            with explained(
+                f"{partial}: the checkpoint of step {step} is not written, earlier ones are as they were"
+            ):
                 crew.first(lambda: self._begin(partial))
                 write_tensors(partial, state, crew)
                 write_manifest(partial, step, details, crew)
@@ -234,12 +250,16 @@ class Checkpoints:
     def _found(self) -> tuple[set[int], set[int]]:
         """Steps that have a checkpoint, and those that have no more than the beginning of one."""
         complete = set(self.steps())
-        return complete, {step for step, _, ending in self._entries() if ending == "partial"} - complete
+        return complete, {
+            step for step, _, ending in self._entries() if ending == "partial"
+        } - complete
 
     def _entries(self) -> Iterator[tuple[int, Path, str]]:
         """(step, path, ending) of every folder with a name of ours; the ending is empty for a final name."""
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
-            match = re.fullmatch(r"step_(\d{6,})|\.step_(\d{6,})\.(partial|replaced|removed)", path.name)
+            match = re.fullmatch(
+                r"step_(\d{6,})|\.step_(\d{6,})\.(partial|replaced|removed)", path.name
+            )
             if match:
                 yield int(match[1] or match[2]), path, match[3] or ""
 
@@ -271,14 +291,20 @@ class Checkpoints:
 
     def _prune(self, written: int) -> None:
         steps = self.steps()
-        kept = {written, *steps[-self.keep_last :], *(step for step in steps if self.keep_every and step % self.keep_every == 0)}
+        kept = {
+            written,
+            *steps[-self.keep_last :],
+            *(step for step in steps if self.keep_every and step % self.keep_every == 0),
+        }
         for step in set(steps) - kept:
             self._remove(step)
 
     def _sweep(self) -> None:
         """Clears away what processes that were killed left behind, but not the only copy of a checkpoint."""
         for step, path, ending in list(self._entries()):
-            if ending in ("partial", "removed") or (ending == "replaced" and self._path(step) != path):
+            if ending in ("partial", "removed") or (
+                ending == "replaced" and self._path(step) != path
+            ):
                 shutil.rmtree(path)
 
 
@@ -290,6 +316,8 @@ def _unfaithful(details: dict[str, Any]) -> list[str]:
     try:
         if json.loads(json.dumps(details, allow_nan=False)) == details:
             return []
-        return [f"details={details!r}: JSON gives something else back; write lists, and texts as keys"]
+        return [
+            f"details={details!r}: JSON gives something else back; write lists, and texts as keys"
+        ]
     except (TypeError, ValueError) as fault:
         return [f"details={details!r}: cannot be written as JSON: {fault}"]

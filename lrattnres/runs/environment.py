@@ -56,11 +56,16 @@ def _git(root: Path) -> dict[str, Any] | None:
     try:
         if Path(_ask(root, "rev-parse", "--show-toplevel")).resolve() != root.resolve():
             return None
-        return {"revision": _ask(root, "rev-parse", "HEAD"), "dirty": bool(_ask(root, "status", "--porcelain"))}
+        return {
+            "revision": _ask(root, "rev-parse", "HEAD"),
+            "dirty": bool(_ask(root, "status", "--porcelain")),
+        }
     except (OSError, subprocess.SubprocessError):
         return None
 
 
 def _ask(root: Path, *command: str) -> str:
-    asked = subprocess.run(["git", "-C", root, *command], capture_output=True, text=True, check=True, timeout=30)
+    asked = subprocess.run(
+        ["git", "-C", root, *command], capture_output=True, text=True, check=True, timeout=30
+    )
     return asked.stdout.strip()

@@ -26,7 +26,9 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
     Raises OSError; `path` is then what it was before.
     """
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")  # several processes may write it at once
+    partial = path.with_name(
+        f".{path.name}.{uuid.uuid4().hex}.partial"
+    )  # several processes may write it at once
     try:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
         sync(partial)

@@ -10,7 +10,9 @@ from lrattnres.runs.checkpoint import Checkpoint, Checkpoints
 from lrattnres.runs.folder import RunError, RunFolder
 
 
-def find_checkpoint(run: str, step: int | None, say: Callable[[str], None]) -> tuple[RunFolder, Checkpoint]:
+def find_checkpoint(
+    run: str, step: int | None, say: Callable[[str], None]
+) -> tuple[RunFolder, Checkpoint]:
     """`run` names a run folder, or one of the folders under its `checkpoints`; `step` None: the newest whole one.
 
     What is passed over is said. Raises RunError for no run or one without checkpoints, CheckpointError for a damaged or
@@ -20,10 +22,14 @@ def find_checkpoint(run: str, step: int | None, say: Callable[[str], None]) -> t
     if path.parent.name == "checkpoints" and path.name.removeprefix("step_").isdigit():
         named = int(path.name.removeprefix("step_"))
         if step not in (None, named):
-            raise ConfigError([f"step={step}: run={path} is the checkpoint of step {named}; leave step out"])
+            raise ConfigError(
+                [f"step={step}: run={path} is the checkpoint of step {named}; leave step out"]
+            )
         path, step = path.parent.parent, named
     if not path.is_dir():
-        raise RunError(f"run={run}: no such folder; write run=RUNS/NAME, the folder that training left")
+        raise RunError(
+            f"run={run}: no such folder; write run=RUNS/NAME, the folder that training left"
+        )
     folder = RunFolder(path)
     RunFolder.read_config(path)
     checkpoints = Checkpoints(folder.checkpoints_path)
@@ -31,5 +37,7 @@ def find_checkpoint(run: str, step: int | None, say: Callable[[str], None]) -> t
         return folder, checkpoints.at(step)
     newest = checkpoints.newest(say)
     if newest is None:
-        raise RunError(f"{folder.checkpoints_path}: no whole checkpoint to evaluate; train the run first")
+        raise RunError(
+            f"{folder.checkpoints_path}: no whole checkpoint to evaluate; train the run first"
+        )
     return folder, newest

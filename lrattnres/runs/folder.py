@@ -139,7 +139,9 @@ class RunFolder:
         except (OSError, UnicodeDecodeError) as fault:
             raise RunError(f"{file}: unreadable: {fault}") from fault
         if not text.endswith("\n" + END):
-            raise RunError(f"{file}: torn: it does not end with the line `...`; restore the file, or remove the folder")
+            raise RunError(
+                f"{file}: torn: it does not end with the line `...`; restore the file, or remove the folder"
+            )
         try:
             tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
         except Exception as fault:  # the classes of the YAML parser, which is OmegaConf's affair
@@ -149,16 +151,26 @@ class RunFolder:
         try:
             return parse(TrainConfig, tree)  # type: ignore[arg-type]
         except ConfigError as fault:
-            raise RunError(f"{file}: not the settings of a run as this version knows them:\n{fault}") from fault
+            raise RunError(
+                f"{file}: not the settings of a run as this version knows them:\n{fault}"
+            ) from fault
 
-    def _claim(self, config: TrainConfig, identity: dict[str, str], listing: Mapping[str, Any] | None) -> None:
+    def _claim(
+        self, config: TrainConfig, identity: dict[str, str], listing: Mapping[str, Any] | None
+    ) -> None:
         """Checks that the folder is free or this run's own, then writes what this start adds to it."""
         if self.config_path.exists():
             self._check_same_run(config, identity, listing)
         else:
-            rest = [path for path in (self.metrics_path, self.checkpoints_path, self.summary_path) if path.exists()]
+            rest = [
+                path
+                for path in (self.metrics_path, self.checkpoints_path, self.summary_path)
+                if path.exists()
+            ]
             if rest:
-                raise RunError(f"{self.path}: has {rest[0].name}, but no config.yaml; {self._remedy()}")
+                raise RunError(
+                    f"{self.path}: has {rest[0].name}, but no config.yaml; {self._remedy()}"
+                )
             self.environment_path.unlink(missing_ok=True)
             write_atomic(self.identity_path, to_json(identity, indent=2) + "\n")
             self.corpus_path.unlink(missing_ok=True)
@@ -169,18 +181,26 @@ class RunFolder:
         # Last: a folder with a config.yaml has everything else.
         write_atomic(self.config_path, OmegaConf.to_yaml(OmegaConf.create(plain(config))) + END)
 
-    def _check_same_run(self, config: TrainConfig, identity: dict[str, str], listing: Mapping[str, Any] | None) -> None:
+    def _check_same_run(
+        self, config: TrainConfig, identity: dict[str, str], listing: Mapping[str, Any] | None
+    ) -> None:
         if config.resume == "none":
             remedy = f"write resume=auto to continue it, {self._remedy()}"
             raise RunError(f"{self.path}: there is a run already, and resume=none; {remedy}")
-        leaves, before, now = fields_of(TrainConfig), flatten(plain(self.read_config(self.path))), flatten(plain(config))
+        leaves, before, now = (
+            fields_of(TrainConfig),
+            flatten(plain(self.read_config(self.path))),
+            flatten(plain(config)),
+        )
         faults = [
             f"{key}: {before[key]} at the start, {now[key]} now"
             for key, (_, metadata) in leaves.items()
             if before[key] != now[key] and not metadata["may_change"]
         ]
         if faults:
-            raise RunError(f"{self.path}: the run was started with other settings:\n{_listed(faults)}\n{self._remedy()}")
+            raise RunError(
+                f"{self.path}: the run was started with other settings:\n{_listed(faults)}\n{self._remedy()}"
+            )
         known = self.identity()
         faults = [
             f"the {key} changed since the run started: {known.get(key, 'none')} then, {identity.get(key, 'none')} now"
@@ -190,10 +210,14 @@ class RunFolder:
         if faults and listing is not None:
             faults += differences(self.listing() or {}, listing)
         if faults:
-            raise RunError(f"{self.path}: the run cannot be continued:\n{_listed(faults)}\n{self._remedy()}")
+            raise RunError(
+                f"{self.path}: the run cannot be continued:\n{_listed(faults)}\n{self._remedy()}"
+            )
 
     def _remedy(self) -> str:
-        return f"write name=OTHER to start another run, or remove {self.path} to start this one again"
+        return (
+            f"write name=OTHER to start another run, or remove {self.path} to start this one again"
+        )
 
 
 def _checked_name(name: str) -> str:
@@ -206,7 +230,9 @@ def _checked_name(name: str) -> str:
         else None
     )  # fmt: skip
     if wrong:
-        raise RunError(f"name={name!r}: {wrong}; write the plain name of a folder, and the place of it as runs=FOLDER")
+        raise RunError(
+            f"name={name!r}: {wrong}; write the plain name of a folder, and the place of it as runs=FOLDER"
+        )
     return name
 
 
@@ -233,9 +259,13 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = from_json(path.read_bytes())
     except (OSError, ValueError) as fault:
-        raise RunError(f"{path}: missing or damaged: {fault}; restore it, or remove {path.parent}") from fault
+        raise RunError(
+            f"{path}: missing or damaged: {fault}; restore it, or remove {path.parent}"
+        ) from fault
     if not isinstance(content, dict):
-        raise RunError(f"{path}: not a JSON object: {json.dumps(content)[:80]}; restore it, or remove {path.parent}")
+        raise RunError(
+            f"{path}: not a JSON object: {json.dumps(content)[:80]}; restore it, or remove {path.parent}"
+        )
     return content
 
 

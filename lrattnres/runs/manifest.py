@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lrattnres.runs.crew import CheckpointError, Crew, RankError
+from lrattnres.distributed.crew import CheckpointError, Crew, RankError
 from lrattnres.runs.files import sync, write_atomic
 
 FORMAT = 1
@@ -20,13 +20,22 @@ def write_manifest(folder: Path, step: int, details: dict[str, Any], crew: Crew)
     `sha256` is the hash of the manifest itself without this key.
     """
     mine = [*folder.glob(f"__{crew.rank}_*"), *([folder / ".metadata"] if crew.rank == 0 else [])]
-    files = {name: entry for part in crew.share(lambda: _described(mine)) for name, entry in part.items()}
+    files = {
+        name: entry for part in crew.share(lambda: _described(mine)) for name, entry in part.items()
+    }
 
     def write() -> None:
         for name, entry in files.items():
             if not (folder / name).is_file() or (folder / name).stat().st_size != entry["size"]:
-                raise RankError(f"{folder / name} is not here as it was written; all machines of a job must share this folder")
-        manifest: dict[str, Any] = {"format": FORMAT, "step": step, "details": details, "files": dict(sorted(files.items()))}
+                raise RankError(
+                    f"{folder / name} is not here as it was written; all machines of a job must share this folder"
+                )
+        manifest: dict[str, Any] = {
+            "format": FORMAT,
+            "step": step,
+            "details": details,
+            "files": dict(sorted(files.items())),
+        }
         manifest["sha256"] = _own_hash(manifest)
         write_atomic(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
 
@@ -55,12 +64,18 @@ def _read(folder: Path, step: int) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_bytes())
         if manifest["format"] != FORMAT:
-            raise CheckpointError(f"{path}: format {manifest['format']}, this version reads {FORMAT}; use the one that wrote it")
+            raise CheckpointError(
+                f"{path}: format {manifest['format']}, this version reads {FORMAT}; use the one that wrote it"
+            )
         if manifest["sha256"] != _own_hash(manifest) or manifest["step"] != step:
-            raise CheckpointError(f"{path}: damaged, or of another folder: it was not written like this for step {step}")
+            raise CheckpointError(
+                f"{path}: damaged, or of another folder: it was not written like this for step {step}"
+            )
         for name, entry in manifest["files"].items():
             if (folder / name).parent != folder or set(entry) != {"size", "sha256"}:
-                raise CheckpointError(f"{path}: lists {name} with {entry}, which is no file of this folder")
+                raise CheckpointError(
+                    f"{path}: lists {name} with {entry}, which is no file of this folder"
+                )
     except FileNotFoundError:
         raise CheckpointError(f"{folder}: no {MANIFEST}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as fault:
@@ -75,7 +90,9 @@ def _verify(folder: Path, files: dict[str, dict[str, Any]]) -> None:
             if not file.is_file():
                 raise CheckpointError(f"{file}: missing")
             if file.stat().st_size != entry["size"]:
-                raise CheckpointError(f"{file}: {file.stat().st_size} bytes, but {MANIFEST} says {entry['size']}")
+                raise CheckpointError(
+                    f"{file}: {file.stat().st_size} bytes, but {MANIFEST} says {entry['size']}"
+                )
             if _hash(file) != entry["sha256"]:
                 raise CheckpointError(f"{file}: damaged, its SHA-256 is not the one in {MANIFEST}")
         except OSError as fault:

@@ -32,11 +32,15 @@ class MetricsFile:
         full; the file then ends as before.
         """
         if type(record.get("step")) is not int:
-            raise MetricsError(f"{self.path}: step={record.get('step')!r}: every record needs a step, a whole number")
+            raise MetricsError(
+                f"{self.path}: step={record.get('step')!r}: every record needs a step, a whole number"
+            )
         try:
             line = to_json(record).encode() + b"\n"
         except (TypeError, ValueError) as fault:
-            raise MetricsError(f"{self.path}: step {record['step']}: {fault}; write numbers, texts and lists") from fault
+            raise MetricsError(
+                f"{self.path}: step {record['step']}: {fault}; write numbers, texts and lists"
+            ) from fault
         if self._handle is None:
             self._handle = self._open()
         try:
@@ -45,7 +49,9 @@ class MetricsFile:
             raise OSError(fault.errno, fault.strerror, str(self.path)) from fault
         if written != len(line):
             os.ftruncate(self._handle, os.fstat(self._handle).st_size - written)
-            raise OSError(f"{self.path}: only {written} of {len(line)} bytes could be written; is the disk full?")
+            raise OSError(
+                f"{self.path}: only {written} of {len(line)} bytes could be written; is the disk full?"
+            )
 
     def rewind(self, step: int) -> None:
         """Drops what came after `step`, and a torn last line: the run goes on from there.
@@ -88,6 +94,8 @@ def _parsed(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
         except ValueError as fault:
             raise MetricsError(f"{path}, line {number}: not JSON: {fault}") from fault
         if not isinstance(record, dict) or type(record.get("step")) is not int:
-            raise MetricsError(f"{path}, line {number}: not an object with a whole number `step`: {line[:80]!r}")
+            raise MetricsError(
+                f"{path}, line {number}: not an object with a whole number `step`: {line[:80]!r}"
+            )
         parsed.append((line + b"\n", record))
     return parsed

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from lrattnres.ranks import network_failed
-from lrattnres.runs.crew import CheckpointError, Crew, RankError, reason
+from lrattnres.distributed.crew import CheckpointError, Crew, RankError, reason
+from lrattnres.distributed.ranks import network_failed
 from lrattnres.runs.manifest import MANIFEST
 
 State = dict[str, dict[str, torch.Tensor]]
@@ -34,17 +34,26 @@ def write_tensors(path: Path, state: State, crew: Crew) -> None:
     groups = {name: dict(group) for name, group in state.items() if group}
     if crew.world > 1:
         _check_equal(groups, crew)
-    save(groups, storage_writer=Writer(path, crew), process_group=crew.group, no_dist=crew.world == 1)
+    save(
+        groups, storage_writer=Writer(path, crew), process_group=crew.group, no_dist=crew.world == 1
+    )
 
 
 def read_tensors(reader: Reader, state: State) -> None:
     """This rank's part of a checkpoint into the given tensors; each rank reads for itself."""
-    load({name: dict(group) for name, group in state.items() if group}, storage_reader=reader, no_dist=True)
+    load(
+        {name: dict(group) for name, group in state.items() if group},
+        storage_reader=reader,
+        no_dist=True,
+    )
 
 
 def snapshot(state: State) -> State:
     """A copy on the host, which does not change when training goes on."""
-    return {name: {key: value.detach().to("cpu", copy=True) for key, value in group.items()} for name, group in state.items()}
+    return {
+        name: {key: value.detach().to("cpu", copy=True) for key, value in group.items()}
+        for name, group in state.items()
+    }
 
 
 def faults_of(state: Mapping[str, Any]) -> list[str]:
@@ -56,7 +65,9 @@ def faults_of(state: Mapping[str, Any]) -> list[str]:
             continue
         for key, value in group.items():
             if not isinstance(value, torch.Tensor):
-                faults.append(f"{name}.{key}={value!r}: not a tensor; write torch.tensor({value!r})")
+                faults.append(
+                    f"{name}.{key}={value!r}: not a tensor; write torch.tensor({value!r})"
+                )
             elif value.is_meta:
                 faults.append(f"{name}.{key}: on the meta device, without values")
     return faults
@@ -71,7 +82,9 @@ def explained(what: str) -> Iterator[None]:
     """
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+            warnings.filterwarnings(
+                "ignore", message="torch.distributed is disabled", category=UserWarning
+            )
             yield
         return
     except CheckpointError:
@@ -100,7 +113,11 @@ def differences(state: State, metadata: Metadata, names: set[str], groups: set[s
     saved = metadata.state_dict_metadata
     wanted = named_tensors(state)
     faults = [f"{key}: not in the checkpoint" for key in wanted if key not in saved]
-    faults += [f"{key}: in the checkpoint, but not wanted" for key in saved.keys() - names if key.split(".")[0] in groups]
+    faults += [
+        f"{key}: in the checkpoint, but not wanted"
+        for key in saved.keys() - names
+        if key.split(".")[0] in groups
+    ]
     for key in wanted.keys() & saved.keys():
         there, here = saved[key], wanted[key]
         assert isinstance(there, TensorStorageMetadata)  # the reader has refused all else
@@ -140,7 +157,9 @@ def _fingerprints(state: State) -> dict[str, str]:
             if not any(placement.is_replicate() for placement in tensor.placements):
                 continue
             place = zip(tensor.placements, tensor.device_mesh.get_coordinate() or (), strict=True)
-            name += f" (shard {[index for placement, index in place if not placement.is_replicate()]})"
+            name += (
+                f" (shard {[index for placement, index in place if not placement.is_replicate()]})"
+            )
             tensor = tensor.to_local()
         content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
         prints[name] = f"{tuple(tensor.shape)} {tensor.dtype} {zlib.crc32(content):08x}"
@@ -180,14 +199,24 @@ class Reader(FileSystemReader):
             with path.open("rb") as file:
                 metadata = _Unpickler(file).load()
             entries, storage = metadata.state_dict_metadata, metadata.storage_data
-            foreign = [name for name, entry in entries.items() if type(entry) is not TensorStorageMetadata]
+            foreign = [
+                name for name, entry in entries.items() if type(entry) is not TensorStorageMetadata
+            ]
             elsewhere = {place.relative_path for place in storage.values()} - self._files
-            transformed = [index.fqn for index, place in storage.items() if place.transform_descriptors]
+            transformed = [
+                index.fqn for index, place in storage.items() if place.transform_descriptors
+            ]
         except CheckpointError as fault:
             raise CheckpointError(f"{path}: {fault}") from None
-        except Exception as fault:  # bytes that are no pickle of ours can make `load` raise anything
-            raise CheckpointError(f"{path}: not the description of a checkpoint: {fault!r}") from fault
-        faults = [f"{name}: not a tensor" for name in foreign] + [f"{name}: compressed" for name in transformed]
+        except (
+            Exception
+        ) as fault:  # bytes that are no pickle of ours can make `load` raise anything
+            raise CheckpointError(
+                f"{path}: not the description of a checkpoint: {fault!r}"
+            ) from fault
+        faults = [f"{name}: not a tensor" for name in foreign] + [
+            f"{name}: compressed" for name in transformed
+        ]
         faults += [f"refers to {name}, which is not in {MANIFEST}" for name in sorted(elsewhere)]
         if faults:
             raise CheckpointError(f"{path} is refused:\n" + listed(faults))
@@ -212,4 +241,6 @@ class _Unpickler(pickle.Unpickler):
         """Only what DCP's own description of tensors is made of: anything else could run code."""
         if (module, name) in _UNPICKLED:
             return super().find_class(module, name)
-        raise CheckpointError(f"wants {module}.{name}, which has no place in a checkpoint; the file is not opened")
+        raise CheckpointError(
+            f"wants {module}.{name}, which has no place in a checkpoint; the file is not opened"
+        )

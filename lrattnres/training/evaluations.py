@@ -9,10 +9,10 @@ from torch import Tensor
 
 from lrattnres.config import TrainConfig
 from lrattnres.data.dataset import Dataset
+from lrattnres.distributed.ranks import Ranks
 from lrattnres.evaluation.diagnostics import diagnose
 from lrattnres.evaluation.heldout import evaluate
 from lrattnres.model.transformer import Transformer
-from lrattnres.ranks import Ranks
 
 
 class Interrupted(Exception):
@@ -25,21 +25,34 @@ def due(config: TrainConfig, every: int | None, step: int) -> bool:
 
 
 def measure(
-    config: TrainConfig, dataset: Dataset, model: Transformer, ranks: Ranks, step: int, pause: Callable[[], None]
+    config: TrainConfig,
+    dataset: Dataset,
+    model: Transformer,
+    ranks: Ranks,
+    step: int,
+    pause: Callable[[], None],
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """(the held-out loss and what follows from it, depth diagnostics), as far as they are due. Collective.
 
     `pause` is called before every pass, by all ranks at the same one; what it raises ends the measurement. Raises
     DataError on a rank that cannot read its windows, and Elsewhere on the others.
     """
-    settings, separator, documents = config.evaluation, dataset.tokenizer.separator, config.documents
+    settings, separator, documents = (
+        config.evaluation,
+        dataset.tokenizer.separator,
+        config.documents,
+    )
     held_out, diagnostics = {}, None
     if due(config, settings.diagnostics_every, step):
         windows = _together(dataset, settings.diagnostics_tokens, settings.batch, ranks)
-        diagnostics = diagnose(model, windows, separator, documents=documents, ranks=ranks, pause=pause)
+        diagnostics = diagnose(
+            model, windows, separator, documents=documents, ranks=ranks, pause=pause
+        )
     if due(config, settings.every, step) or step == config.steps:
         windows = _together(dataset, settings.tokens, settings.batch, ranks)
-        held_out = evaluate(model, windows, dataset.tokenizer, documents=documents, ranks=ranks, pause=pause).record()
+        held_out = evaluate(
+            model, windows, dataset.tokenizer, documents=documents, ranks=ranks, pause=pause
+        ).record()
     return held_out, diagnostics
 
 

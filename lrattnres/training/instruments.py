@@ -21,10 +21,14 @@ def gradient_norm(parameters: Iterable[nn.Parameter], clip: float | None) -> Ten
 
 def block_norms(model: Transformer) -> list[Tensor]:
     """Gradient norm of each transformer block: an attention and the MLP after it, in order."""
-    pairs = [list(model.sublayers[i : i + 2].parameters()) for i in range(0, len(model.sublayers), 2)]
+    pairs = [
+        list(model.sublayers[i : i + 2].parameters()) for i in range(0, len(model.sublayers), 2)
+    ]
     return [_total_norm(pair) for pair in pairs]
 
 
 def _total_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+    norm = nn.utils.get_total_norm(
+        [parameter.grad for parameter in parameters if parameter.grad is not None]
+    )
     return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -22,14 +22,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lrattnres.checks import DTYPES, resolve_device
 from lrattnres.config import AC, Compile, ConfigError, TrainConfig
+from lrattnres.config.checks import DTYPES, resolve_device
+from lrattnres.distributed.parallel import Parallel, mesh_shape, mode_of, parallelize
 from lrattnres.evaluation.loss import token_losses
 from lrattnres.kernels.backends import KERNELS, DepthKernels, choose_kernels
 from lrattnres.model.attention import BACKENDS, AttentionBackend
 from lrattnres.model.transformer import Transformer, beyond_kernels, build_model
 from lrattnres.optim.groups import assign
-from lrattnres.training.parallel import Parallel, mesh_shape, mode_of, parallelize
 
 META = torch.device("meta")
 GB = 1e9
@@ -44,7 +44,9 @@ class Alive(TorchDispatchMode):
         self._most = 0  # bytes alive, had nothing been freed since they were counted last
         self.peak = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
@@ -59,7 +61,9 @@ class Alive(TorchDispatchMode):
 
     def bytes(self) -> int:
         """What is alive now."""
-        self._storages = {key: entry for key, entry in self._storages.items() if not entry[0].expired()}
+        self._storages = {
+            key: entry for key, entry in self._storages.items() if not entry[0].expired()
+        }
         self._most = sum(size for _, size in self._storages.values())
         self.peak = max(self.peak, self._most)
         return self._most
@@ -87,7 +91,9 @@ def estimate_memory(config: TrainConfig, world: int) -> Memory:
     """The memory of a run of `config` on `world` ranks. Takes seconds for the paper's model."""
     model = _on_meta(config)
     owned = assign(model)
-    whole, adam = (4 * sum(p.numel() for name in names for _, p in owned[name]) for names in (owned, ("adam",)))
+    whole, adam = (
+        4 * sum(p.numel() for name in names for _, p in owned[name]) for names in (owned, ("adam",))
+    )
     shards = (mesh_shape(mode_of(config, world), world, config.parallel.shard_degree) or (1,))[-1]
     activations, sources = _measure(model, config, world)
     return Memory(
@@ -106,7 +112,12 @@ def _on_meta(config: TrainConfig) -> Transformer:
         config.model,
         seed=None,
         device=META,
-        attention=AttentionBackend("estimate", lambda *_: None, lambda *qkvm: Fused.apply(*qkvm[:3]), BACKENDS["sdpa"].obstacle),
+        attention=AttentionBackend(
+            "estimate",
+            lambda *_: None,
+            lambda *qkvm: Fused.apply(*qkvm[:3]),
+            BACKENDS["sdpa"].obstacle,
+        ),
         dtype=DTYPES[config.precision],
         kernels=_kernels(config),
         prepare=lambda model: parallelize(model, eager, Parallel()),
@@ -117,7 +128,9 @@ def _kernels(config: TrainConfig) -> DepthKernels:
     """Those of the run, but in place of compiled code, of which nobody knows what it keeps, what it is compiled from."""
     compiled = config.compile is not Compile.off
     device, beyond = resolve_device(config.device), beyond_kernels(config.model)
-    chosen = choose_kernels(config.kernels.name, device, DTYPES[config.precision], compiled=compiled, beyond=beyond)
+    chosen = choose_kernels(
+        config.kernels.name, device, DTYPES[config.precision], compiled=compiled, beyond=beyond
+    )
     return KERNELS["reference"] if chosen.name == "compiled" else chosen
 
 
@@ -128,7 +141,13 @@ def _measure(model: Transformer, config: TrainConfig, world: int) -> tuple[int, 
 
     def observe(site: int, depth: Any) -> None:
         nonlocal sources
-        parts = [part for source in (*depth.sources, depth.partial) if source for part in source if part is not None]
+        parts = [
+            part
+            for source in (*depth.sources, depth.partial)
+            if source
+            for part in source
+            if part is not None
+        ]
         sources = max(sources, sum(part.nbytes for part in parts))
 
     for parameter in model.parameters():
@@ -143,10 +162,17 @@ def _measure(model: Transformer, config: TrainConfig, world: int) -> tuple[int, 
 
 def _gathered(model: Transformer, config: TrainConfig) -> int:
     """Embedding (float32, as it is), head, and the pairs of sub-layers that are whole at the same time."""
-    pairs = [sum(p.numel() for p in model.sublayers[i : i + 2].parameters()) for i in range(0, len(model.sublayers), 2)]
-    together = min(len(pairs), 2 + config.parallel.prefetch) if config.parallel.reshard else len(pairs)
+    pairs = [
+        sum(p.numel() for p in model.sublayers[i : i + 2].parameters())
+        for i in range(0, len(model.sublayers), 2)
+    ]
+    together = (
+        min(len(pairs), 2 + config.parallel.prefetch) if config.parallel.reshard else len(pairs)
+    )
     size = DTYPES[config.precision].itemsize
-    return 4 * model.embedding.weight.numel() + size * (model.head.weight.numel() + together * max(pairs))
+    return 4 * model.embedding.weight.numel() + size * (
+        model.head.weight.numel() + together * max(pairs)
+    )
 
 
 class Fused(torch.autograd.Function):
@@ -155,7 +181,9 @@ class Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         result = torch.empty_like(value, memory_format=torch.contiguous_format)
-        ctx.save_for_backward(query, key, value, result, torch.empty(query.shape[:3], device=query.device))
+        ctx.save_for_backward(
+            query, key, value, result, torch.empty(query.shape[:3], device=query.device)
+        )
         return result
 
     @staticmethod
@@ -167,12 +195,24 @@ def check_memory(config: TrainConfig, world: int, available: float, machine: str
     """The estimate. Raises ConfigError, with settings that would fit, if it is more than `available` bytes a rank."""
     memory = estimate_memory(config, world)
     # Fused by the compiler, much of what is counted is never kept: then only what is certain can be refused.
-    certain = memory.total if config.compile is Compile.off else memory.total - memory.activations + memory.sources
+    certain = (
+        memory.total
+        if config.compile is Compile.off
+        else memory.total - memory.activations + memory.sources
+    )
     if certain <= available:
         return memory
-    fitting = (words for words, other, ranks in _smaller(config, world) if estimate_memory(other, ranks).total <= available)
+    fitting = (
+        words
+        for words, other, ranks in _smaller(config, world)
+        if estimate_memory(other, ranks).total <= available
+    )
     remedies = list(itertools.islice(fitting, 3))
-    hint = "any of these would fit: " + "; ".join(remedies) if remedies else "nothing makes it fit; write a smaller model"
+    hint = (
+        "any of these would fit: " + "; ".join(remedies)
+        if remedies
+        else "nothing makes it fit; write a smaller model"
+    )
     kept = memory.weights + memory.gradients + memory.moments
     raise ConfigError(
         [
@@ -193,16 +233,24 @@ def _smaller(config: TrainConfig, world: int) -> Iterator[tuple[str, TrainConfig
         for ac in AC:
             words = f"micro_batch={size}" + (f" ac={ac.name}" if ac is not config.ac else "")
             yield words, dataclasses.replace(config, micro_batch=size, ac=ac), world
-    elsewhere = resolve_device(config.device).type != "cpu"  # more ranks on one machine share the memory it has
+    elsewhere = (
+        resolve_device(config.device).type != "cpu"
+    )  # more ranks on one machine share the memory it has
     for ranks in (2 * world, 4 * world, 8 * world) if elsewhere else ():
-        if config.global_batch % ranks == 0 and config.parallel.shard_degree is None and not config.model.tied:
+        if (
+            config.global_batch % ranks == 0
+            and config.parallel.shard_degree is None
+            and not config.model.tied
+        ):
             yield f"{ranks} ranks instead of {world}", config, ranks
 
 
 def available_memory(device: torch.device) -> tuple[float, str]:
     """(bytes for one rank, whose they are): of a GPU all but 5%, of the host an equal share of what is free."""
     if device.type == "cuda":
-        return 0.95 * torch.cuda.get_device_properties(device).total_memory, torch.cuda.get_device_name(device)
+        return 0.95 * torch.cuda.get_device_properties(
+            device
+        ).total_memory, torch.cuda.get_device_name(device)
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
     return free / int(os.environ.get("LOCAL_WORLD_SIZE", 1)), "this machine"

@@ -30,25 +30,35 @@ class ProgressBar:
     Learning rates are those of Muon and Adam; MFU is the share of the machine's peak FLOP/s.
     """
 
-    def __init__(self, total: int, initial: int = 0, *, unit: str = "step", stream: TextIO | None = None):
+    def __init__(
+        self, total: int, initial: int = 0, *, unit: str = "step", stream: TextIO | None = None
+    ):
         """`initial` of `total` steps are done already. `stream` is standard output unless given."""
         self._stream = sys.stdout if stream is None else stream
         self._total, self._initial, self._unit, self._begin = total, initial, unit, time.monotonic()
         self._shown = -PAUSE
         self._bar: tqdm[Any] | None = None
         if _has_width(self._stream):
-            self._bar = tqdm(total=total, initial=initial, unit=unit, file=self._stream, dynamic_ncols=True)
+            self._bar = tqdm(
+                total=total, initial=initial, unit=unit, file=self._stream, dynamic_ncols=True
+            )
 
     def update(self, step: int, record: Mapping[str, Any]) -> None:
         """`step` steps are done; `record` may be empty, or any record of metrics.jsonl."""
-        shown = [form.format(record[key]) for key, form in SHOWN.items() if record.get(key) is not None]
+        shown = [
+            form.format(record[key]) for key, form in SHOWN.items() if record.get(key) is not None
+        ]
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
             if shown:
                 self._bar.set_postfix_str(", ".join(shown))
-        elif shown and ("val_loss" in record or step == self._total or time.monotonic() - self._shown >= PAUSE):
+        elif shown and (
+            "val_loss" in record or step == self._total or time.monotonic() - self._shown >= PAUSE
+        ):
             self._shown = time.monotonic()
-            self.note(f"{self._unit} {step:>{len(str(self._total))}}/{self._total}, {', '.join(shown)}, {self._left(step)} left")
+            self.note(
+                f"{self._unit} {step:>{len(str(self._total))}}/{self._total}, {', '.join(shown)}, {self._left(step)} left"
+            )
 
     def note(self, text: str) -> None:
         """A line of its own, above the bar."""

@@ -11,24 +11,24 @@ from typing import Any
 import torch
 from torch import distributed
 
-from lrattnres.checks import DTYPES, resolve_device
 from lrattnres.config import Compile, ConfigError, TrainConfig, flatten, plain
+from lrattnres.config.checks import DTYPES, resolve_device
 from lrattnres.data.dataset import Dataset, open_dataset
 from lrattnres.data.errors import DataError, UnreadableError
-from lrattnres.depth.ablations import changed
-from lrattnres.depth.cost import Cost, cost
+from lrattnres.distributed.parallel import Parallel, parallelize, start_parallel
+from lrattnres.distributed.ranks import Ranks, start_ranks
 from lrattnres.exchange.folder import read_exported
 from lrattnres.kernels.backends import choose_kernels
 from lrattnres.model.attention import choose_attention
 from lrattnres.model.transformer import Transformer, beyond_kernels, build_model
 from lrattnres.optim.groups import assign, ownership_table
-from lrattnres.ranks import Ranks, start_ranks
+from lrattnres.residual.ablations import changed
+from lrattnres.residual.cost import Cost, cost
 from lrattnres.runs.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from lrattnres.runs.folder import RunFolder
 from lrattnres.runs.metrics import MetricsFile
 from lrattnres.training.machine import peak_flops
 from lrattnres.training.memory import GB, available_memory, check_memory, estimate_memory
-from lrattnres.training.parallel import Parallel, parallelize, start_parallel
 from lrattnres.training.progress import ProgressBar
 from lrattnres.training.signals import requeue
 from lrattnres.training.sinks import build_sink
@@ -37,7 +37,15 @@ from lrattnres.training.trainer import Trainer, TrainingError
 Say = Callable[[str], None]
 APART = ("peak_flops", "peak_from", "notes")  # of the choices, what is printed on lines of its own
 # What each machine of a job may have its own of.
-LOCAL = ("threads", "data.cache", "data.workers", "data.ahead", "data.memory", "data.timeout", "data.retries")
+LOCAL = (
+    "threads",
+    "data.cache",
+    "data.workers",
+    "data.ahead",
+    "data.memory",
+    "data.timeout",
+    "data.retries",
+)
 
 
 def train(config: TrainConfig, notes: list[str]) -> tuple[RunFolder, bool]:
@@ -52,18 +60,32 @@ def train(config: TrainConfig, notes: list[str]) -> tuple[RunFolder, bool]:
     settings = {key: value for key, value in flatten(plain(config)).items() if key not in LOCAL}
     _refuse_different(ranks, settings, "start all ranks with the same settings")
     parallel = start_parallel(config)
-    ranks.together(lambda: check_memory(config, ranks.world, *available_memory(resolve_device(config.device))))
+    ranks.together(
+        lambda: check_memory(config, ranks.world, *available_memory(resolve_device(config.device)))
+    )
     try:
         dataset = _open_data(config, ranks)
     except UnreadableError as fault:
         raise DataError(str(fault)) from fault  # a refusal: nothing was done yet
-    _refuse_different(ranks, dataset.identity, "all machines must have the same texts, and the same versions of packages")
-    folder = ranks.together(lambda: _open_folder(config, dataset) if ranks.first else RunFolder(Path(config.runs) / config.name))
+    _refuse_different(
+        ranks,
+        dataset.identity,
+        "all machines must have the same texts, and the same versions of packages",
+    )
+    folder = ranks.together(
+        lambda: (
+            _open_folder(config, dataset)
+            if ranks.first
+            else RunFolder(Path(config.runs) / config.name)
+        )
+    )
     with closing(folder):
         summary = ranks.of_first(lambda: _finished(folder)) if not config.resume.isdigit() else None
         if summary is not None:
             if ranks.first:
-                print(f"{folder.path}: finished at step {summary['step']}, held-out loss {summary['val_loss']:.4f}")
+                print(
+                    f"{folder.path}: finished at step {summary['step']}, held-out loss {summary['val_loss']:.4f}"
+                )
             return folder, True
         return folder, _train(config, notes, dataset, folder, parallel)
 
@@ -114,11 +136,15 @@ def _open_folder(config: TrainConfig, dataset: Dataset) -> RunFolder:
     return RunFolder.open(config, extra_identity=identity, listing=dataset.documents.listing)
 
 
-def _train(config: TrainConfig, notes: list[str], dataset: Dataset, folder: RunFolder, parallel: Parallel) -> bool:
+def _train(
+    config: TrainConfig, notes: list[str], dataset: Dataset, folder: RunFolder, parallel: Parallel
+) -> bool:
     ranks = parallel.ranks
     model, choices = _build(config, parallel)
     chosen = {"attention": choices["attention"], "kernels": choices["depth_kernels"]}
-    _refuse_different(ranks, chosen, "what `auto` means differs between the machines; write one of them")
+    _refuse_different(
+        ranks, chosen, "what `auto` means differs between the machines; write one of them"
+    )
     price = cost(config.model, model.router.variant.keys)
     peak, source = ranks.of_first(lambda: peak_flops(model.head.weight.device, model.dtype))
     choices |= {"peak_flops": peak, "peak_from": source}
@@ -143,8 +169,14 @@ def _train(config: TrainConfig, notes: list[str], dataset: Dataset, folder: RunF
         initial = read_exported(Path(config.initial))
         ranks.together(lambda: initial.load({"model": dict(model.state_dict())}))
     with ExitStack() as open_parts:
-        write, say = _reporters(config, folder, start.step if start else 0, open_parts) if ranks.first else (_quiet, _quiet)
-        torch.manual_seed(config.seed + ranks.rank)  # nothing draws from it today; a checkpoint carries it for whatever does
+        write, say = (
+            _reporters(config, folder, start.step if start else 0, open_parts)
+            if ranks.first
+            else (_quiet, _quiet)
+        )
+        torch.manual_seed(
+            config.seed + ranks.rank
+        )  # nothing draws from it today; a checkpoint carries it for whatever does
         trainer = Trainer(
             config,
             dataset,
@@ -219,7 +251,11 @@ def _build(config: TrainConfig, parallel: Parallel) -> tuple[Transformer, dict[s
     device, dtype = resolve_device(config.device), DTYPES[config.precision]
     attention = choose_attention(config.attention.name, device, dtype, training=True)
     kernels = choose_kernels(
-        config.kernels.name, device, dtype, compiled=config.compile is not Compile.off, beyond=beyond_kernels(config.model)
+        config.kernels.name,
+        device,
+        dtype,
+        compiled=config.compile is not Compile.off,
+        beyond=beyond_kernels(config.model),
     )
     model = build_model(
         config.model,
@@ -230,14 +266,20 @@ def _build(config: TrainConfig, parallel: Parallel) -> tuple[Transformer, dict[s
         kernels=kernels,
         prepare=partial(parallelize, config=config, parallel=parallel),
     )
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+    name = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"cpu, {torch.get_num_threads()} threads"
+    )
     choices = {"device": name, "precision": config.precision.name, "attention": attention.name}
     choices |= {"depth_kernels": kernels.name, "compile": config.compile.name, "ac": config.ac.name}
     shape = " x ".join(map(str, parallel.mesh.shape)) if parallel.mesh else "1"
     return model, choices | {"parallel": parallel.mode.name, "ranks": shape}
 
 
-def _starting_point(config: TrainConfig, checkpoints: Checkpoints, ranks: Ranks) -> Checkpoint | None:
+def _starting_point(
+    config: TrainConfig, checkpoints: Checkpoints, ranks: Ranks
+) -> Checkpoint | None:
     """The checkpoint to continue from; None for the beginning.
 
     Raises CheckpointError if there are checkpoints and none of them is whole: starting over would be no continuation.
@@ -262,7 +304,9 @@ def _rewind(trainer: Trainer, start: Checkpoint | None, folder: RunFolder) -> No
     def forget() -> None:
         if start is None and folder.metrics_path.exists() and folder.metrics_path.stat().st_size:
             trainer.say("no checkpoint was saved: starting again from the beginning")
-        MetricsFile(folder.metrics_path).rewind(step - (trainer.unevaluated is not None))  # that step's record is to come
+        MetricsFile(folder.metrics_path).rewind(
+            step - (trainer.unevaluated is not None)
+        )  # that step's record is to come
         trainer.checkpoints.rewind(step)
         for file in (folder.path / "evaluation").glob("step_*.json"):  # of weights that are no more
             number = file.name.removeprefix("step_").partition(".")[0]
@@ -276,7 +320,16 @@ def _rewind(trainer: Trainer, start: Checkpoint | None, folder: RunFolder) -> No
 def _finish(folder: RunFolder, trainer: Trainer) -> None:
     """The summary holds the last record: the trainer evaluates at its last step before it saves."""
     last = MetricsFile.read(folder.metrics_path)[-1]
-    names = ("step", "tokens", "loss", "val_loss", "val_tokens", "val_bytes", "val_perplexity", "val_bits_per_byte")
+    names = (
+        "step",
+        "tokens",
+        "loss",
+        "val_loss",
+        "val_tokens",
+        "val_bytes",
+        "val_perplexity",
+        "val_bits_per_byte",
+    )
     summary = {name: last[name] for name in names} | {"bad_steps": trainer.progress.bad_steps}
     summary |= {"mean_grad_norm": trainer.mean_grad_norm}
     folder.finish(summary)
@@ -298,7 +351,11 @@ def _opening(
     """What a person reads first: what runs, on what, and who updates which parameter."""
     router = config.model
     blocks = f"{router.blocks} blocks" if router.blocks else "every sub-layer a source"
-    depth = f"{router.residual}, {blocks}, rank {model.router.rank}" if model.router.variant.keys else router.residual
+    depth = (
+        f"{router.residual}, {blocks}, rank {model.router.rank}"
+        if model.router.variant.keys
+        else router.residual
+    )
     routing = [f"routing={router.routing.name}"] if router.routing else []
     depth = ", ".join([depth, *routing, *["gated"] * router.gate, *changed(router.depth).values()])
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -308,9 +365,13 @@ def _opening(
         "model": f"{router.layers} blocks of width {router.dim}, {parameters:,} parameters",
         "data": dataset.description,
         "batch": f"{config.global_batch} x {router.context} tokens a step, {config.steps:,} steps",
-        "machine": ", ".join(f"{name} {value}" for name, value in choices.items() if name not in APART),
+        "machine": ", ".join(
+            f"{name} {value}" for name, value in choices.items() if name not in APART
+        ),
         "kernels": f"{model.router.kernels.name}, {model.router.kernels.reason}",
         "peak": f"{choices['peak_flops'] / 1e12:.3g} TFLOP/s ({choices['peak_from']})",
     }
     lines = [f"{name:<10}{value}" for name, value in facts.items()]
-    return "\n".join([*lines, *(f"note      {note}" for note in notes), "", ownership_table(assign(model)), ""])
+    return "\n".join(
+        [*lines, *(f"note      {note}" for note in notes), "", ownership_table(assign(model)), ""]
+    )

@@ -44,7 +44,9 @@ def requeue() -> str:
     """
     job = os.environ["SLURM_JOB_ID"]  # that of the task, for an array
     try:
-        subprocess.run(["scontrol", "requeue", job], check=True, capture_output=True, text=True, timeout=60)
+        subprocess.run(
+            ["scontrol", "requeue", job], check=True, capture_output=True, text=True, timeout=60
+        )
     except (OSError, subprocess.SubprocessError) as fault:
         said = getattr(fault, "stderr", None) or fault
         raise RuntimeError(f"`scontrol requeue {job}` failed: {said}") from fault

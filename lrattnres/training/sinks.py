@@ -71,7 +71,12 @@ class WandbSink:
 
     def _start(self, config: LoggerConfig, run: RunFolder, tree: Mapping[str, Any]) -> Any:
         wandb: Any = importlib.import_module("wandb")
-        quiet = {"silent": True, "console": "off", "init_timeout": PATIENCE, "finish_timeout": PATIENCE}
+        quiet = {
+            "silent": True,
+            "console": "off",
+            "init_timeout": PATIENCE,
+            "finish_timeout": PATIENCE,
+        }
         known = {key: value for key, value in quiet.items() if key in wandb.Settings.model_fields}
         wandb.setup(settings=wandb.Settings(**known))
         options = {
@@ -93,7 +98,9 @@ class WandbSink:
                 wandb.teardown()  # the failed run still occupies its id
                 reason = _first_line(fault)
         started = wandb.init(mode="offline", **options)
-        self._note(f"W&B records offline in {run.path / 'wandb'} ({reason}); `wandb sync` of a folder there uploads it later")
+        self._note(
+            f"W&B records offline in {run.path / 'wandb'} ({reason}); `wandb sync` of a folder there uploads it later"
+        )
         return started
 
     def _off(self, why: str) -> None:
@@ -113,7 +120,9 @@ SINKS: dict[LoggerName, Callable[[LoggerConfig, RunFolder, Mapping[str, Any], No
 }
 
 
-def build_sink(config: LoggerConfig, run: RunFolder, tree: Mapping[str, Any], note: Note = print) -> Sink:
+def build_sink(
+    config: LoggerConfig, run: RunFolder, tree: Mapping[str, Any], note: Note = print
+) -> Sink:
     """The sink that the settings name. `tree` is the whole configuration, for a sink that shows it."""
     return SINKS[config.name](config, run, tree, note)
 

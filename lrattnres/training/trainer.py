@@ -22,19 +22,19 @@ from lrattnres.config import TrainConfig
 from lrattnres.data.dataset import Dataset
 from lrattnres.data.errors import DataError, UnreadableError
 from lrattnres.data.streams import batch_hash
-from lrattnres.depth.probe import DepthProbe
+from lrattnres.distributed.parallel import Parallel
+from lrattnres.distributed.ranks import Elsewhere, network_failed
+from lrattnres.distributed.traffic import KINDS, Traffic
 from lrattnres.evaluation.loss import window_losses
 from lrattnres.model.transformer import Transformer
 from lrattnres.optim.optimizer import MuonAdam
-from lrattnres.ranks import Elsewhere, network_failed
+from lrattnres.residual.probe import DepthProbe
 from lrattnres.runs.checkpoint import Checkpoint, CheckpointError, Checkpoints, State
 from lrattnres.runs.files import from_json, to_json
 from lrattnres.training.evaluations import Interrupted, measure
 from lrattnres.training.instruments import block_norms, gradient_norm
 from lrattnres.training.machine import peak_memory
-from lrattnres.training.parallel import Parallel
 from lrattnres.training.signals import StopRequest
-from lrattnres.training.traffic import KINDS, Traffic
 
 
 class TrainingError(Exception):
@@ -88,15 +88,26 @@ class Trainer:
         parallel: Parallel | None = None,
     ):
         self.config, self.dataset, self.model = config, dataset, model
-        self.checkpoints, self.write, self.say, self.write_diagnostics = checkpoints, write, say, write_diagnostics
+        self.checkpoints, self.write, self.say, self.write_diagnostics = (
+            checkpoints,
+            write,
+            say,
+            write_diagnostics,
+        )
         self.parallel = parallel or Parallel()
         self.ranks = self.parallel.ranks
         self.optimizer = MuonAdam(model, config.optimizer, config.steps, mesh=self.parallel.mesh)
-        self.streams = self.ranks.together(lambda: dataset.streams(self.ranks.rank, self.ranks.world))
+        self.streams = self.ranks.together(
+            lambda: dataset.streams(self.ranks.rank, self.ranks.world)
+        )
         self.progress = Progress()
-        self.grad_norms = torch.zeros((), dtype=torch.float64, device=model.head.weight.device)  # of good steps, summed
+        self.grad_norms = torch.zeros(
+            (), dtype=torch.float64, device=model.head.weight.device
+        )  # of good steps, summed
         self._signals, self.stopped_by = StopRequest(), 0
-        self.unevaluated: dict[str, Any] | None = None  # the record of this step, where its evaluation was left out
+        self.unevaluated: dict[str, Any] | None = (
+            None  # the record of this step, where its evaluation was left out
+        )
         self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
         self.shares: dict[str, Any] | None = None  # of the ranks, as counted last
         self._restart_clock()
@@ -144,7 +155,10 @@ class Trainer:
         return True
 
     def _stopped(self) -> bool:
-        how, name = "" if self.config.resume == "auto" else " with resume=auto", signal.Signals(self.stopped_by).name
+        how, name = (
+            "" if self.config.resume == "auto" else " with resume=auto",
+            signal.Signals(self.stopped_by).name,
+        )
         self.say(f"{name}: saved at step {self.progress.step}; the same command{how} continues")
         return False
 
@@ -155,7 +169,9 @@ class Trainer:
         try:
             yield
         except (DataError, Elsewhere) as fault:
-            if isinstance(fault, Elsewhere):  # this rank's part of the batch was there, and is not to be lost
+            if isinstance(
+                fault, Elsewhere
+            ):  # this rank's part of the batch was there, and is not to be lost
                 self.streams.go_back(places)
             raise self._saved(fault) from fault
 
@@ -170,7 +186,11 @@ class Trainer:
             return TrainingError(f"{fault}\n{refused}")
         if isinstance(fault, Elsewhere):
             return fault
-        where = f"saved at step {self.progress.step}" if good else "not saved, since the last steps were not finite"
+        where = (
+            f"saved at step {self.progress.step}"
+            if good
+            else "not saved, since the last steps were not finite"
+        )
         return UnreadableError(f"{fault}\n{where}; once it can be read, the same command continues")
 
     def train_step(self) -> StepResult:
@@ -187,7 +207,11 @@ class Trainer:
         self.optimizer.set_step(step)
         windows = self.ranks.together(self.streams.next_batch)
         loss, z_loss, tokens = self.forward_backward(windows)
-        blocks = block_norms(self.model) if self._due(self.config.instruments.gradients, step + 1) else None
+        blocks = (
+            block_norms(self.model)
+            if self._due(self.config.instruments.gradients, step + 1)
+            else None
+        )
         grad_norm = gradient_norm(self.model.parameters(), clip=self.config.optimizer.clip)
         # The one place where the host waits for the device: it has to know whether to take the step. A signal to any
         # rank is heard by all here, so that all stop after the same step; 16 bytes on the host are next to nothing.
@@ -221,7 +245,9 @@ class Trainer:
             if mesh is not None and mesh.ndim == 2:  # replicas add up their gradients once a step
                 cast(FSDPModule, self.model).set_requires_all_reduce(number == len(parts))
             sums = window_losses(self.model, part, separator, documents=config.documents).sums()
-            pair = torch.stack([sums.cross_entropy, config.z_loss * sums.squared_logsumexp]) / tokens
+            pair = (
+                torch.stack([sums.cross_entropy, config.z_loss * sums.squared_logsumexp]) / tokens
+            )
             pair.sum().backward()
             losses += pair.detach()
         loss, z_loss = self.ranks.sum(losses)
@@ -249,7 +275,9 @@ class Trainer:
         """
         step, self.unevaluated = self.progress.step, None
         try:
-            held_out, diagnostics = measure(self.config, self.dataset, self.model, self.ranks, step, self._pause)
+            held_out, diagnostics = measure(
+                self.config, self.dataset, self.model, self.ranks, step, self._pause
+            )
         except Interrupted:
             self.unevaluated = record
             return
@@ -266,8 +294,12 @@ class Trainer:
                     self.write_diagnostics(step, diagnostics)
                 if whole.keys() > {"step", "tokens"}:
                     self.write(whole)
-            except OSError as fault:  # a full disk; without its metrics a run is not worth its while
-                raise TrainingError(f"the metrics of step {step} cannot be written: {fault}") from fault
+            except (
+                OSError
+            ) as fault:  # a full disk; without its metrics a run is not worth its while
+                raise TrainingError(
+                    f"the metrics of step {step} cannot be written: {fault}"
+                ) from fault
 
         self.ranks.together(write)
 
@@ -290,10 +322,16 @@ class Trainer:
             "batch_hash": f"{self._global_hash(result.batch_hash):016x}",
         }
         # Read after the values above, which wait for the device to finish its step.
-        seconds, tokens = time.perf_counter() - self._clock, self.progress.tokens - self._clock_tokens
+        seconds, tokens = (
+            time.perf_counter() - self._clock,
+            self.progress.tokens - self._clock_tokens,
+        )
         self._restart_clock()
         rate = tokens / seconds if seconds > 0 else math.nan
-        return values | {"tokens_per_second": rate, "mfu": rate * self.flops_per_token / self.peak_flops}
+        return values | {
+            "tokens_per_second": rate,
+            "mfu": rate * self.flops_per_token / self.peak_flops,
+        }
 
     def _shares(self, sent: dict[str, int]) -> dict[str, Any]:
         """Of every rank, in their order: bytes sent in this step by each kind of collective, and peak memory so far."""
@@ -308,15 +346,25 @@ class Trainer:
 
     def _depth(self, windows: Tensor) -> dict[str, Any]:
         """Over the windows of the first `micro_batch` streams, whoever owns them. Who owns none passes along, unseen."""
-        mine = [row for row, stream in enumerate(self.streams.owned) if stream < self.config.micro_batch]
+        mine = [
+            row for row, stream in enumerate(self.streams.owned) if stream < self.config.micro_batch
+        ]
         probe, unseen = DepthProbe(self.model.router), DepthProbe(self.model.router)
         with torch.no_grad():
-            separator, documents, observe = self.dataset.tokenizer.separator, self.config.documents, probe if mine else unseen
-            window_losses(self.model, windows[mine or [0]], separator, documents=documents, observe=observe)
+            separator, documents, observe = (
+                self.dataset.tokenizer.separator,
+                self.config.documents,
+                probe if mine else unseen,
+            )
+            window_losses(
+                self.model, windows[mine or [0]], separator, documents=documents, observe=observe
+            )
         for sums in probe.sums():
             self.ranks.sum(sums)
         results = probe.results()
-        return {name: results[name] for name in ("hidden_norm", "newest_weight", "effective_sources")}
+        return {
+            name: results[name] for name in ("hidden_norm", "newest_weight", "effective_sources")
+        }
 
     @property
     def mean_grad_norm(self) -> float:
@@ -335,12 +383,16 @@ class Trainer:
 
     def state(self) -> State:
         """Everything a continuation needs, as tensors under plain names. Every rank calls this at the same time."""
-        places = self.ranks.gather(self.streams.state())  # [world, owned, k]; stream s is row s // world of rank s % world
+        places = self.ranks.gather(
+            self.streams.state()
+        )  # [world, owned, k]; stream s is row s // world of rank s % world
         return {
             "model": dict(self.model.state_dict()),
             "optimizer": self.optimizer.tensors(),
             "loader": {"streams": places.transpose(0, 1).flatten(0, 1).contiguous()},
-            "progress": {name: torch.tensor(value) for name, value in asdict(self.progress).items()},
+            "progress": {
+                name: torch.tensor(value) for name, value in asdict(self.progress).items()
+            },
             "gradients": {"norm_sum": self.grad_norms.cpu()},
             "random": {f"cpu.rank{self.ranks.rank}": torch.get_rng_state()},
         }
@@ -367,7 +419,9 @@ class Trainer:
         A rank that was not there before keeps the random state it has from the seed.
         """
         state = self.state()
-        state["random"] = {name: torch.empty_like(torch.get_rng_state()) for name in checkpoint.keys("random")}
+        state["random"] = {
+            name: torch.empty_like(torch.get_rng_state()) for name in checkpoint.keys("random")
+        }
         checkpoint.load(state)
         self.grad_norms.copy_(state["gradients"]["norm_sum"])
         places = state["loader"]["streams"][self.ranks.rank :: self.ranks.world]

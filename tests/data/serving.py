@@ -66,7 +66,9 @@ class Handler(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         if path.startswith("/api/"):
             return self.send(200, json.dumps(self.hub(path)).encode(), "application/json")
-        place = self.state.root / re.sub(r"^/datasets/[^/]+/[^/]+/resolve/[0-9a-f]{40}/", "/", path).lstrip("/")
+        place = self.state.root / re.sub(
+            r"^/datasets/[^/]+/[^/]+/resolve/[0-9a-f]{40}/", "/", path
+        ).lstrip("/")
         if place.is_dir():
             names = [entry.name + "/" * entry.is_dir() for entry in sorted(place.iterdir())]
             links = "".join(f'<a href="{html.escape(name)}">{name}</a>' for name in ["../", *names])
@@ -78,8 +80,15 @@ class Handler(BaseHTTPRequestHandler):
         content = place.read_bytes()
         wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         if not (wanted and self.state.ranges):
-            return self.send(200, content if body else None, "application/octet-stream", len(content))
-        self.part(content[int(wanted[1]) : int(wanted[2]) + 1], int(wanted[1]), len(content), self.state.next_fault())
+            return self.send(
+                200, content if body else None, "application/octet-stream", len(content)
+            )
+        self.part(
+            content[int(wanted[1]) : int(wanted[2]) + 1],
+            int(wanted[1]),
+            len(content),
+            self.state.next_fault(),
+        )
         return None
 
     def part(self, content: bytes, start: int, size: int, fault: str | None) -> None:
@@ -101,7 +110,9 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(sent)
             self.close_connection = fault == "half"
 
-    def send(self, status: int, content: bytes | None, kind: str, length: int | None = None) -> None:
+    def send(
+        self, status: int, content: bytes | None, kind: str, length: int | None = None
+    ) -> None:
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(content or b"") if length is None else length))

@@ -43,7 +43,11 @@ def opened(tmp_path):
     def open_it(root="in", corpus="files", column="text"):
         root = None if root is None else root if "://" in root else str(tmp_path / root)
         cache = str(tmp_path / "cache")
-        return open_corpus(DataConfig(corpus=CorpusName[corpus], root=root, column=column, holdout=0.5, cache=cache))
+        return open_corpus(
+            DataConfig(
+                corpus=CorpusName[corpus], root=root, column=column, holdout=0.5, cache=cache
+            )
+        )
 
     return open_it
 
@@ -53,7 +57,10 @@ def texts(corpus):
 
 
 def json_lines(values, key="text"):
-    return b"".join(json.dumps({"id": number, key: value}).encode() + b"\n" for number, value in enumerate(values))
+    return b"".join(
+        json.dumps({"id": number, key: value}).encode() + b"\n"
+        for number, value in enumerate(values)
+    )
 
 
 def write_parquet(path, values, column="text", **options):
@@ -116,7 +123,9 @@ def test_unknown_endings_are_named_once(opened, tmp_path):
 
 
 LETTERS = ["".join(random.Random(number).choices("abcdefghij ", k=5000)) for number in range(20)]
-HALF = [(ending, "cut short") for ending in (".jsonl.gz", ".jsonl.zst", ".parquet")] + [(".jsonl", "line 11")]
+HALF = [(ending, "cut short") for ending in (".jsonl.gz", ".jsonl.zst", ".parquet")] + [
+    (".jsonl", "line 11")
+]
 
 
 @pytest.mark.parametrize(("ending", "message"), HALF)
@@ -132,9 +141,17 @@ def test_a_file_cut_in_half_is_named_and_nothing_is_kept(opened, tmp_path, endin
 BROKEN = [
     ("a.jsonl", b'{"text": "ok"}\n{"text": "a"\n', r"a\.jsonl, line 2: not a line of JSON"),
     ("a.jsonl", b'{"text": "ok"}\n\n[1]\n', r"a\.jsonl, line 3: a JSON list"),
-    ("a.jsonl", b'{"text": "ok"}\n{"body": "a", "n": 1}\n', r"a\.jsonl, line 2: no key text.*data\.column=.*body, n"),
+    (
+        "a.jsonl",
+        b'{"text": "ok"}\n{"body": "a", "n": 1}\n',
+        r"a\.jsonl, line 2: no key text.*data\.column=.*body, n",
+    ),
     ("a.jsonl", b'{"text": "ok"}\n{"text": 7}\n', r"a\.jsonl, line 2: text holds int"),
-    ("a.jsonl", b'{"text": "ok"}\n{"text": "\xff"}\n', r"a\.jsonl, line 2: not a line of JSON in UTF-8"),
+    (
+        "a.jsonl",
+        b'{"text": "ok"}\n{"text": "\xff"}\n',
+        r"a\.jsonl, line 2: not a line of JSON in UTF-8",
+    ),
     ("a.jsonl", b'{"text": ' + b"[" * 200_000, r"a\.jsonl, line 1: not a line of JSON"),
     ("a.jsonl.gz", b"", r"a\.jsonl\.gz: cannot be read"),
     ("a.jsonl.gz", b"plain text", r"a\.jsonl\.gz: cannot be read"),
@@ -144,7 +161,11 @@ BROKEN = [
     ("a.parquet", b"plain text", r"a\.parquet: cannot be read"),
     ("a.txt", b"latin \xe9", r"a\.txt: not UTF-8"),
     ("a.txt", b"", r"data\.root=.*not one text"),
-    ("a.jsonl", b'{"text": null}\n{"text": ""}\n', r"data\.root=.*not one text in data\.column=text"),
+    (
+        "a.jsonl",
+        b'{"text": null}\n{"text": ""}\n',
+        r"data\.root=.*not one text in data\.column=text",
+    ),
     ("a.csv", b"1,2", r"data\.root=.*holds no file"),
 ]
 
@@ -160,12 +181,16 @@ def test_broken_files_are_named(opened, tmp_path, name, content, message):
 def test_broken_tables_are_named(opened, tmp_path):
     path = tmp_path / "in" / "a.parquet"
     write_parquet(path, ["a"], column="body")
-    with pytest.raises(DataError, match=r"a\.parquet: no column text; write data\.column= one of id, body"):
+    with pytest.raises(
+        DataError, match=r"a\.parquet: no column text; write data\.column= one of id, body"
+    ):
         opened()
     assert texts(opened(column="body")) == ["a"]
     with pytest.raises(DataError, match=r"a\.parquet, row 1: id holds int"):
         opened(column="id")
-    parquet.write_table(pa.table({"text": pa.array([b"ok", b"\xff"]).cast(pa.binary()).view(pa.string())}), path)
+    parquet.write_table(
+        pa.table({"text": pa.array([b"ok", b"\xff"]).cast(pa.binary()).view(pa.string())}), path
+    )
     with pytest.raises(DataError, match=r"a\.parquet: not UTF-8"):
         opened()
 
@@ -253,7 +278,10 @@ def test_processes_that_prepare_at_once_do_not_disturb_each_other(tmp_path):
         "print(len(corpus), corpus.fingerprint, corpus.text(399)[:3])"
     )
     running = [
-        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=tmp_path) for _ in range(3)
+        subprocess.Popen(
+            [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=tmp_path
+        )
+        for _ in range(3)
     ]
     answers = {process.communicate(timeout=60)[0] for process in running}
     assert len(answers) == 1 and answers.pop().startswith("400 ")
@@ -277,7 +305,9 @@ def test_no_document_crosses_from_one_side_to_the_other(opened, tmp_path):
     documents, other = (EncodedCorpus(opened(root), tokenizer) for root in ("in", "b.jsonl"))
 
     def left_out(documents, holdout):
-        return [tokenizer.decode(tokens[1:]) for _, tokens in held_out_documents(documents, holdout)]
+        return [
+            tokenizer.decode(tokens[1:]) for _, tokens in held_out_documents(documents, holdout)
+        ]
 
     left = left_out(documents, 0.3)
     kept = set(words) - set(left)
@@ -289,7 +319,9 @@ def test_no_document_crosses_from_one_side_to_the_other(opened, tmp_path):
         streams = TrainStreams(documents, context=64, streams=4, seed=seed, holdout=0.3)
         rows = np.concatenate([streams.next_batch()[:, :-1].numpy() for _ in range(20)], axis=1)
         assert streams.state()[:, 0].min() >= 2
-        assert {text for row in rows for text in tokenizer.decode(row).split("<|endoftext|>")[1:-1]} == kept
+        assert {
+            text for row in rows for text in tokenizer.decode(row).split("<|endoftext|>")[1:-1]
+        } == kept
 
 
 def test_copies_are_left_out_where_asked(opened, tmp_path):
@@ -302,9 +334,14 @@ def test_copies_are_left_out_where_asked(opened, tmp_path):
 
 
 def test_the_share_of_held_out_documents_is_the_one_asked_for():
-    hashes = np.array([content_hash(f"document {number}") for number in range(20_000)], dtype=np.uint64)
+    hashes = np.array(
+        [content_hash(f"document {number}") for number in range(20_000)], dtype=np.uint64
+    )
     for holdout, expected in ((0.0, 0), (0.05, 1000), (0.5, 10_000), (1.0, 20_000)):
-        assert abs(held_out(hashes, holdout).sum() - expected) <= 4 * (20_000 * holdout * (1 - holdout)) ** 0.5
+        assert (
+            abs(held_out(hashes, holdout).sum() - expected)
+            <= 4 * (20_000 * holdout * (1 - holdout)) ** 0.5
+        )
     with pytest.raises(DataError, match=r"data\.holdout=1\.5"):
         held_out(hashes, 1.5)
 
@@ -313,7 +350,9 @@ def test_docstrings_are_found_by_parsing(tmp_path):
     long = "A sentence that is repeated until it is long enough. " * 5
     (tmp_path / "pkg" / "tests").mkdir(parents=True)
     (tmp_path / "pkg" / "tests" / "bad.py").write_text("def broken(:")
-    (tmp_path / "pkg" / "b.py").write_text(f'"""{long}b\n\n    indented\n    """\n\nasync def f():\n    """{long}f"""\n')
+    (tmp_path / "pkg" / "b.py").write_text(
+        f'"""{long}b\n\n    indented\n    """\n\nasync def f():\n    """{long}f"""\n'
+    )
     (tmp_path / "pkg" / "a.py").write_text(
         f'class C:\n    r"""{long}\\d"""\n    def m(self):\n        """too short"""\nx = "\\d"\n'
     )

@@ -8,7 +8,11 @@ from lrattnres.data.packing import IGNORE, segments, split_windows
 
 SEPARATOR = 9
 ROWS = st.integers(1, 4).flatmap(
-    lambda width: st.lists(st.lists(st.sampled_from([0, 1, SEPARATOR]), min_size=width, max_size=width), min_size=1, max_size=3)
+    lambda width: st.lists(
+        st.lists(st.sampled_from([0, 1, SEPARATOR]), min_size=width, max_size=width),
+        min_size=1,
+        max_size=3,
+    )
 )
 
 

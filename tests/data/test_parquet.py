@@ -32,7 +32,9 @@ def folder(tmp_path):
     for number, rows in enumerate([1, 60, 7, 33, 200]):
         choose = random.Random(number)
         texts = [f"w{number}x{row} " * choose.randint(1, 30) for row in range(rows)]
-        write_rows(tmp_path / "en" / ("deep" if number == 2 else "") / f"part-{number}.parquet", texts)
+        write_rows(
+            tmp_path / "en" / ("deep" if number == 2 else "") / f"part-{number}.parquet", texts
+        )
     return tmp_path / "en"
 
 
@@ -43,7 +45,13 @@ def impatient(monkeypatch):
 
 
 def config(root, **options) -> DataConfig:
-    values = {"corpus": CorpusName.ultra_fineweb, "column": "content", "holdout": 0.2, "timeout": 0.4, "retries": 5}
+    values = {
+        "corpus": CorpusName.ultra_fineweb,
+        "column": "content",
+        "holdout": 0.2,
+        "timeout": 0.4,
+        "retries": 5,
+    }
     return DataConfig(root=str(root), **values | options)
 
 
@@ -52,7 +60,9 @@ def opened(root, tokenizer=BYTES, **options):
 
 
 def streams_of(documents, **options) -> TrainStreams:
-    return TrainStreams(documents, **{"context": 32, "streams": 6, "seed": 1, "holdout": 0.2} | options)
+    return TrainStreams(
+        documents, **{"context": 32, "streams": 6, "seed": 1, "holdout": 0.2} | options
+    )
 
 
 def batches(documents, steps=40, **options) -> torch.Tensor:
@@ -66,7 +76,9 @@ FAULTS = ["drop", "stall", "error", "half", "short", None]
 
 
 @pytest.mark.parametrize("workers", [0, 3])
-def test_a_server_that_drops_stalls_fails_and_truncates_gives_the_local_stream(folder, impatient, workers):
+def test_a_server_that_drops_stalls_fails_and_truncates_gives_the_local_stream(
+    folder, impatient, workers
+):
     expected = batches(opened(folder))
     with serving(folder.parent) as server:
         choose = random.Random(workers)
@@ -105,7 +117,10 @@ def test_what_stays_unreadable_is_named_or_skipped_and_counted(folder, impatient
     with serving(folder.parent) as server:
         documents = opened(f"{server.address}/en", retries=2)
         server.broken = {"part-3.parquet"}
-        with pytest.raises(UnreadableError, match=r"en/part-3\.parquet: unreadable after 3 tries in \d+ s.*500.*data\.retries"):
+        with pytest.raises(
+            UnreadableError,
+            match=r"en/part-3\.parquet: unreadable after 3 tries in \d+ s.*500.*data\.retries",
+        ):
             batches(documents)
         skipping = streams_of(documents, skip_unreadable=True, workers=2, ahead=4)
         rows = torch.cat([skipping.next_batch()[:, :-1] for _ in range(150)], dim=1)
@@ -116,7 +131,9 @@ def test_what_stays_unreadable_is_named_or_skipped_and_counted(folder, impatient
         assert 0 < skipping.skipped == int(state[:, 3].sum())
         resumed = streams_of(documents, skip_unreadable=True)
         resumed.load_state(state)
-        assert torch.equal(resumed.state(), state) and torch.equal(resumed.next_batch(), skipping.next_batch())
+        assert torch.equal(resumed.state(), state) and torch.equal(
+            resumed.next_batch(), skipping.next_batch()
+        )
         skipping.close()
         server.broken = set()
         server.ranges = False
@@ -130,7 +147,9 @@ def test_what_stays_unreadable_is_named_or_skipped_and_counted(folder, impatient
 def test_a_process_does_not_wait_for_tries_that_nobody_needs(folder, skip):
     """A reader in a pause of a minute lets go at once when the streams are closed, and does not skip on and on."""
     with serving(folder.parent) as server:
-        streams = streams_of(opened(f"{server.address}/en", retries=50), workers=2, ahead=4, skip_unreadable=skip)
+        streams = streams_of(
+            opened(f"{server.address}/en", retries=50), workers=2, ahead=4, skip_unreadable=skip
+        )
         streams.next_batch()
         server.broken = {path.name for path in folder.rglob("*.parquet")}
         threads = [thread for thread in threading.enumerate() if thread.name.startswith("data")]
@@ -146,7 +165,9 @@ def test_after_a_failure_the_streams_are_where_they_were(folder, impatient):
     for workers in (0, 2):
         with serving(folder.parent) as server:
             expected = batches(opened(folder))
-            streams = streams_of(opened(f"{server.address}/en", retries=0), workers=workers, ahead=4)
+            streams = streams_of(
+                opened(f"{server.address}/en", retries=0), workers=workers, ahead=4
+            )
             server.broken = {path.name for path in folder.rglob("*.parquet")}
             found = []
             with pytest.raises(UnreadableError):
@@ -167,13 +188,17 @@ def test_a_changed_corpus_says_what_differs(folder):
     (folder / "part-0.parquet").unlink()
     write_rows(folder / "part-9.parquet", ["new"])
     table = parquet.read_table(folder / "part-1.parquet")
-    parquet.write_table(table.take(list(range(len(table)))[::-1]), folder / "part-1.parquet", row_group_size=20)
+    parquet.write_table(
+        table.take(list(range(len(table)))[::-1]), folder / "part-1.parquet", row_group_size=20
+    )
     after = opened(folder)
     assert before.fingerprint != after.fingerprint
     gone, new, changed = differences(before.listing, after.listing)
     assert gone == "part-0.parquet: gone" and new == "part-9.parquet: new"
     assert changed.startswith("part-1.parquet: changed") and "footer" in changed
-    with pytest.raises(UnreadableError, match=r"part-1\.parquet: (is not the file any more|refused: it ends after)"):
+    with pytest.raises(
+        UnreadableError, match=r"part-1\.parquet: (is not the file any more|refused: it ends after)"
+    ):
         before.group(2)
     with pytest.raises(UnreadableError, match=r"part-0\.parquet: refused"):
         before.group(1)
@@ -192,13 +217,20 @@ def test_a_file_replaced_in_the_middle_of_a_run_is_noticed(folder):
 
 def test_scores_files_and_columns(folder, tmp_path):
     texts = [f"text {number}" for number in range(8)]
-    write_rows(tmp_path / "s" / "a.parquet", texts, [0.1, 0.5, 0.9, None, float("nan"), 0.5, 0.49, 1.0])
+    write_rows(
+        tmp_path / "s" / "a.parquet", texts, [0.1, 0.5, 0.9, None, float("nan"), 0.5, 0.49, 1.0]
+    )
     write_rows(tmp_path / "s" / "b.parquet", ["other"])
     documents = opened(tmp_path / "s", min_score=0.5, max_files=1)
     group = documents.group(0)
-    assert [BYTES.decode(group.tokens(row)[1:]) for row in np.flatnonzero(group.present)] == [texts[i] for i in (1, 2, 5, 7)]
+    assert [BYTES.decode(group.tokens(row)[1:]) for row in np.flatnonzero(group.present)] == [
+        texts[i] for i in (1, 2, 5, 7)
+    ]
     assert documents.fingerprint != opened(tmp_path / "s", max_files=1).fingerprint
-    with pytest.raises(DataError, match=r"a\.parquet: no column text; there are content, score, source; write data\.column"):
+    with pytest.raises(
+        DataError,
+        match=r"a\.parquet: no column text; there are content, score, source; write data\.column",
+    ):
         opened(tmp_path / "s", column="text")
     with pytest.raises(DataError, match=r"column score holds double, not text"):
         opened(tmp_path / "s", column="score")
@@ -218,10 +250,18 @@ def test_a_file_cut_short_is_named(folder, size):
 
 
 def test_a_damaged_page_is_named(folder):
-    write_rows(folder / "part-4.parquet", [f"text {i}" for i in range(50)], write_page_checksum=True, compression="gzip")
+    write_rows(
+        folder / "part-4.parquet",
+        [f"text {i}" for i in range(50)],
+        write_page_checksum=True,
+        compression="gzip",
+    )
     documents = opened(folder)
     content = bytearray((folder / "part-4.parquet").read_bytes())
-    content[parquet.read_metadata(folder / "part-4.parquet").row_group(0).column(0).data_page_offset + 40] ^= 0xFF
+    content[
+        parquet.read_metadata(folder / "part-4.parquet").row_group(0).column(0).data_page_offset
+        + 40
+    ] ^= 0xFF
     (folder / "part-4.parquet").write_bytes(content)
     with pytest.raises(UnreadableError, match=r"part-4\.parquet, row group 0.*damaged"):
         list(held_out_documents(documents, 1.0))
@@ -246,13 +286,17 @@ def test_texts_that_bite_come_back_whole(tmp_path, giant):
     write_rows(tmp_path / "a.parquet", texts, row_group_size=3)
     documents = opened(tmp_path, CL100K)
     found = [tokens for _, tokens in held_out_documents(documents, 1.0)]
-    assert sorted(CL100K.decode(tokens[1:]) for tokens in found) == sorted(text for text in texts if text)
+    assert sorted(CL100K.decode(tokens[1:]) for tokens in found) == sorted(
+        text for text in texts if text
+    )
     for tokens in found:
         assert tokens[0] == 100_257 and (tokens[1:] < 100_257).all()
 
 
 def test_bytes_that_are_no_text_are_refused(tmp_path):
-    wrong = pa.array([b"fine", b"\xed\xa0\x80"]).cast(pa.binary()).view(pa.string())  # half a surrogate pair
+    wrong = (
+        pa.array([b"fine", b"\xed\xa0\x80"]).cast(pa.binary()).view(pa.string())
+    )  # half a surrogate pair
     parquet.write_table(pa.table({"content": wrong}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"a\.parquet, row group 0, row 1: not UTF-8"):
         list(held_out_documents(opened(tmp_path), 1.0))
@@ -268,7 +312,9 @@ def test_the_held_out_set_is_searched_once_and_the_same_for_any_threads(folder, 
     expected = np.concatenate([tokens for _, tokens in whole])
 
     def kept(tokens, found):
-        return np.concatenate(list(kept_held_out(tmp_path / "cache", ("key",), tokens, iter(found), BYTES)))
+        return np.concatenate(
+            list(kept_held_out(tmp_path / "cache", ("key",), tokens, iter(found), BYTES))
+        )
 
     first = kept(300, whole)
     assert 300 < len(first) < len(expected) and (first == expected[: len(first)]).all()

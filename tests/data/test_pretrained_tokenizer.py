@@ -22,7 +22,9 @@ def byte_level_tokenizer(texts: list[str], folder: Path):
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
     letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=["<|end|>"], initial_alphabet=letters)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|end|>"], initial_alphabet=letters
+    )
     made.train_from_iterator(texts, trainer)
     made.add_tokens(["<think>"])  # not special
     folder.mkdir()
@@ -32,7 +34,9 @@ def byte_level_tokenizer(texts: list[str], folder: Path):
 
 @pytest.fixture
 def made(tmp_path: Path):
-    return byte_level_tokenizer(["the router reads what every layer wrote before it"] * 9, tmp_path / "words")
+    return byte_level_tokenizer(
+        ["the router reads what every layer wrote before it"] * 9, tmp_path / "words"
+    )
 
 
 def opened(folder: Path, separator: int):
@@ -45,10 +49,14 @@ def test_numbers_are_the_librarys_and_bytes_are_the_texts(made, tmp_path: Path) 
     plain = "the router reads œuvres, 漢字 and\n\ttabs  twice <think> it \U0001f600"
     numbers = tokenizer.encode(plain)
     assert numbers.tolist() == made.encode(plain).ids and numbers.dtype == np.int32
-    assert tokenizer.spell(numbers) == plain.encode() and tokenizer.token_bytes[numbers].sum() == len(plain.encode())
+    assert tokenizer.spell(numbers) == plain.encode() and tokenizer.token_bytes[
+        numbers
+    ].sum() == len(plain.encode())
     assert tokenizer.vocabulary == 1 + max(made.get_vocab().values())
     inside = tokenizer.encode(TEXT)
-    assert end not in inside and tokenizer.decode(inside) == TEXT and tokenizer.token_bytes[end] == 0
+    assert (
+        end not in inside and tokenizer.decode(inside) == TEXT and tokenizer.token_bytes[end] == 0
+    )
     assert pickle.loads(pickle.dumps(tokenizer)).encode(TEXT).tolist() == inside.tolist()
     assert opened(tmp_path / "words", end).fingerprint == tokenizer.fingerprint
 

@@ -14,8 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from lrattnres.checks import resolve_tokenize
-from lrattnres.config import ConfigError, CorpusName, DataConfig, TokenizeConfig, TokenizerConfig, TokenizerName
+from lrattnres.config import (
+    ConfigError,
+    CorpusName,
+    DataConfig,
+    TokenizeConfig,
+    TokenizerConfig,
+    TokenizerName,
+)
+from lrattnres.config.checks import resolve_tokenize
 from lrattnres.data.corpora import open_documents
 from lrattnres.data.errors import DataError
 from lrattnres.data.heldout import held_out_documents
@@ -32,13 +39,24 @@ CL100K = build_tokenizer(TokenizerName.cl100k_base)
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 
 
-def config(folder: Path, out="tok", tokenizer=TokenizerName.cl100k_base, workers=1, **data) -> TokenizeConfig:
-    values = {"corpus": CorpusName.ultra_fineweb, "root": str(folder / "en"), "column": "content", "holdout": 0.1}
-    return TokenizeConfig(str(folder / out), workers, 1, DataConfig(**values | data), TokenizerConfig(tokenizer))
+def config(
+    folder: Path, out="tok", tokenizer=TokenizerName.cl100k_base, workers=1, **data
+) -> TokenizeConfig:
+    values = {
+        "corpus": CorpusName.ultra_fineweb,
+        "root": str(folder / "en"),
+        "column": "content",
+        "holdout": 0.1,
+    }
+    return TokenizeConfig(
+        str(folder / out), workers, 1, DataConfig(**values | data), TokenizerConfig(tokenizer)
+    )
 
 
 def opened(folder: Path, tokenizer=CL100K, **data):
-    return open_documents(DataConfig(corpus=CorpusName.tokens, root=str(folder), holdout=0.1, **data), tokenizer)
+    return open_documents(
+        DataConfig(corpus=CorpusName.tokens, root=str(folder), holdout=0.1, **data), tokenizer
+    )
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +64,19 @@ def folder(tmp_path_factory) -> Path:
     """About 4 MB of text in 24 row groups, with copies, empty rows and low scores; its shards in `tok`."""
     folder, choose = tmp_path_factory.mktemp("shards"), random.Random(0)
     for number in range(4):
-        words = [" ".join(f"{choose.randrange(9999)} word" for _ in range(choose.randint(20, 1200))) for _ in range(140)]
+        words = [
+            " ".join(f"{choose.randrange(9999)} word" for _ in range(choose.randint(20, 1200)))
+            for _ in range(140)
+        ]
         texts = [
-            None if row % 31 == 0 else "" if row % 37 == 0 else "copy" if row % 23 == 0 else words[row] for row in range(140)
+            None
+            if row % 31 == 0
+            else ""
+            if row % 37 == 0
+            else "copy"
+            if row % 23 == 0
+            else words[row]
+            for row in range(140)
         ]
         scores = [choose.random() for _ in texts]
         write_rows(folder / "en" / f"part-{number}.parquet", texts, scores, row_group_size=25)
@@ -65,7 +93,9 @@ def test_the_shards_hold_what_streaming_reads(folder):
     assert (shards.rows == streamed.rows).all() and len(contents(folder / "tok")) > 4
     for number in range(len(shards.rows)):
         one, other = streamed.group(number), shards.group(number)
-        assert (one.present == other.present).all() and (one.hashes[one.present] == other.hashes[one.present]).all()
+        assert (one.present == other.present).all() and (
+            one.hashes[one.present] == other.hashes[one.present]
+        ).all()
         for row in np.flatnonzero(one.present):
             assert (one.tokens(row) == other.tokens(row)).all()
     plain = {"context": 64, "streams": 8, "seed": 3, "holdout": 0.1}
@@ -82,16 +112,25 @@ def test_any_number_of_workers_and_any_kill_gives_the_same_bytes(folder):
     whole = contents(folder / "tok")
     tokenize_corpus(config(folder, "three", workers=3))
     assert contents(folder / "three") == whole
-    command = [sys.executable, ROOT / "scripts" / "tokenize_corpus.py", f"data.root={folder}/en", f"out={folder}/killed"]
+    command = [
+        sys.executable,
+        ROOT / "scripts" / "tokenize_corpus.py",
+        f"data.root={folder}/en",
+        f"out={folder}/killed",
+    ]
     for shards in (1, 2):
-        process = subprocess.Popen([*command, "shard_mb=1", "data.holdout=0.1"], env=ENVIRONMENT, start_new_session=True)
+        process = subprocess.Popen(
+            [*command, "shard_mb=1", "data.holdout=0.1"], env=ENVIRONMENT, start_new_session=True
+        )
         while len(list((folder / "killed").glob("shard_*.tokens"))) < shards:
             assert process.poll() is None
             time.sleep(0.002)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         assert not (folder / "killed" / "index.json").exists()
-    with pytest.raises(DataError, match=r"no index\.json; the corpus is not tokenized, or not to its end"):
+    with pytest.raises(
+        DataError, match=r"no index\.json; the corpus is not tokenized, or not to its end"
+    ):
         opened(folder / "killed")
     before = {path: path.stat().st_mtime_ns for path in (folder / "killed").glob("shard_*.tokens")}
     report = tokenize_corpus(config(folder, "killed"))
@@ -101,11 +140,15 @@ def test_any_number_of_workers_and_any_kill_gives_the_same_bytes(folder):
 
 def test_another_corpus_tokenizer_or_command_is_refused(folder, tmp_path):
     with pytest.raises(
-        DataError, match=r"holds shards of something else \(source: .*tokenizer_name: cl100k_base then, bytes now"
+        DataError,
+        match=r"holds shards of something else \(source: .*tokenizer_name: cl100k_base then, bytes now",
     ):
         tokenize_corpus(config(folder, tokenizer=TokenizerName.bytes, min_score=0.5))
     tokenize_corpus(config(folder))  # and the folder is as it was
-    with pytest.raises(DataError, match=r"tokenized with cl100k_base .* this run uses bytes .*tokenizer=cl100k_base"):
+    with pytest.raises(
+        DataError,
+        match=r"tokenized with cl100k_base .* this run uses bytes .*tokenizer=cl100k_base",
+    ):
         opened(folder / "tok", BYTES)
     with pytest.raises(DataError, match=r"no index\.json"):
         opened(tmp_path)
@@ -116,7 +159,19 @@ def test_another_corpus_tokenizer_or_command_is_refused(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "place", ["magic", "length", "header", "tokens", "offsets", "hashes", "checks", "groups", "cut", "longer"]
+    "place",
+    [
+        "magic",
+        "length",
+        "header",
+        "tokens",
+        "offsets",
+        "hashes",
+        "checks",
+        "groups",
+        "cut",
+        "longer",
+    ],
 )
 def test_one_flipped_bit_is_noticed(folder, tmp_path, place):
     """In the tables when the shards are opened; in the tokens of a document when it is read, and in no other."""
@@ -161,14 +216,26 @@ def test_budget_and_copies(folder):
         sizes = some.sizes // 4
         assert (some.rows == documents.rows[: len(some.rows)]).all()
         assert sizes.sum() >= min(budget, total) and (budget >= total or sizes[:-1].sum() < budget)
-    copies = [h for number in range(len(documents.rows)) for h in documents.group(number).hashes[documents.group(number).present]]
+    copies = [
+        h
+        for number in range(len(documents.rows))
+        for h in documents.group(number).hashes[documents.group(number).present]
+    ]
     assert copies.count(content_hash("copy")) > 10
     single = opened(folder / "tok", deduplicate=True)
-    once = [h for number in range(len(single.rows)) for h in single.group(number).hashes[single.group(number).present]]
+    once = [
+        h
+        for number in range(len(single.rows))
+        for h in single.group(number).hashes[single.group(number).present]
+    ]
     assert once == list(dict.fromkeys(copies)) and single.fingerprint != documents.fingerprint
     report = tokenize_corpus(config(folder, "budget", max_tokens=total // 3, workers=2))
-    assert total // 3 <= report.tokens < total and report.shards == len(list((folder / "budget").glob("*.tokens")))
-    assert (opened(folder / "budget").rows == documents.rows[: len(opened(folder / "budget").rows)]).all()
+    assert total // 3 <= report.tokens < total and report.shards == len(
+        list((folder / "budget").glob("*.tokens"))
+    )
+    assert (
+        opened(folder / "budget").rows == documents.rows[: len(opened(folder / "budget").rows)]
+    ).all()
 
 
 def test_small_vocabularies_take_two_bytes(folder, tmp_path):
@@ -176,17 +243,27 @@ def test_small_vocabularies_take_two_bytes(folder, tmp_path):
     tokenize_corpus(config(folder, "bytes", TokenizerName.bytes, min_score=0.7))
     assert Shard(folder / "bytes" / "shard_00000.tokens").tokens.dtype == "<u2"
     documents = opened(folder / "bytes", BYTES)
-    assert 0 < sum(documents.group(n).present.sum() for n in range(len(documents.rows))) < 0.4 * documents.rows.sum()
+    assert (
+        0
+        < sum(documents.group(n).present.sum() for n in range(len(documents.rows)))
+        < 0.4 * documents.rows.sum()
+    )
     tokens = np.array([256, 1, 2, 255])
-    entry = write_shard(tmp_path / "a", [[(7, tokens), (8, tokens[:0])], [], [(9, tokens[:1])]], {}, 257)
+    entry = write_shard(
+        tmp_path / "a", [[(7, tokens), (8, tokens[:0])], [], [(9, tokens[:1])]], {}, 257
+    )
     shard = Shard(tmp_path / "a", entry)
     assert [shard.row(row).tolist() for row in range(3)] == [[256, 1, 2, 255], [], [256]]
     assert shard.groups.tolist() == [2, 0, 1] and shard.hashes.tolist() == [7, 8, 9]
 
 
-@pytest.mark.parametrize(("sizes", "expected"), [([5], [(0, 1)]), ([3, 3, 9, 1], [(0, 2), (2, 3), (3, 4)]), ([], [])])
+@pytest.mark.parametrize(
+    ("sizes", "expected"), [([5], [(0, 1)]), ([3, 3, 9, 1], [(0, 2), (2, 3), (3, 4)]), ([], [])]
+)
 def test_groups_are_cut_into_shards(sizes, expected):
-    assert [(run.start, run.stop) for run in split_groups(np.array(sizes, dtype=np.int64), 5)] == expected
+    assert [
+        (run.start, run.stop) for run in split_groups(np.array(sizes, dtype=np.int64), 5)
+    ] == expected
 
 
 def test_headerless_files_can_be_read(tmp_path):
@@ -196,7 +273,11 @@ def test_headerless_files_can_be_read(tmp_path):
         np.array(tokens, dtype="<u4").tofile(tmp_path / name)
     documents = opened(tmp_path, BYTES)
     assert documents.rows.tolist() == [2, 3]
-    found = [documents.group(number).tokens(row).tolist() for number in range(2) for row in range(documents.rows[number])]
+    found = [
+        documents.group(number).tokens(row).tolist()
+        for number in range(2)
+        for row in range(documents.rows[number])
+    ]
     assert found == [[256, 5, 6], [256, 7], [256, 8, 9], [256, 10], [256]]
     streams = TrainStreams(documents, context=4, streams=2, seed=0)
     assert streams.next_batch().shape == (2, 5)
@@ -215,5 +296,10 @@ def test_headerless_files_can_be_read(tmp_path):
 
 def test_the_index_says_what_was_tokenized(folder):
     index = json.loads((folder / "tok" / "index.json").read_text())
-    assert index["tokenizer_name"] == "cl100k_base" and "560 rows in 24 row groups of 4 files" in index["description"]
-    assert [file["path"] for file in index["listing"]["files"]] == [f"part-{number}.parquet" for number in range(4)]
+    assert (
+        index["tokenizer_name"] == "cl100k_base"
+        and "560 rows in 24 row groups of 4 files" in index["description"]
+    )
+    assert [file["path"] for file in index["listing"]["files"]] == [
+        f"part-{number}.parquet" for number in range(4)
+    ]

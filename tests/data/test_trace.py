@@ -42,15 +42,21 @@ def documents(request, tmp_path_factory):
         choose = random.Random(shard)
         texts = [word(shard, row) * choose.randint(1, 40) for row in range(ROWS)]
         write_rows(folder / "en" / f"part-{shard}.parquet", texts, row_group_size=11)
-    data = DataConfig(corpus=CorpusName.ultra_fineweb, root=str(folder / "en"), column="content", holdout=HOLDOUT)
+    data = DataConfig(
+        corpus=CorpusName.ultra_fineweb, root=str(folder / "en"), column="content", holdout=HOLDOUT
+    )
     if request.param == "tokens":
-        tokenize_corpus(TokenizeConfig(str(folder / "tok"), 1, 1, data, TokenizerConfig(TokenizerName.bytes)))
+        tokenize_corpus(
+            TokenizeConfig(str(folder / "tok"), 1, 1, data, TokenizerConfig(TokenizerName.bytes))
+        )
         data = DataConfig(corpus=CorpusName.tokens, root=str(folder / "tok"), holdout=HOLDOUT)
     return open_documents(data, BYTES)
 
 
 def streams_of(documents, seed=0, **options) -> TrainStreams:
-    return TrainStreams(documents, context=CONTEXT, streams=STREAMS, seed=seed, holdout=HOLDOUT, **options)
+    return TrainStreams(
+        documents, context=CONTEXT, streams=STREAMS, seed=seed, holdout=HOLDOUT, **options
+    )
 
 
 def hashes(streams: TrainStreams, steps: range) -> list[int]:
@@ -100,7 +106,9 @@ def test_ranks_and_threads_change_nothing(documents, straight, world, workers):
     for rank in range(other):
         streams = streams_of(documents, rank=rank, world=other, workers=workers, ahead=2)
         streams.load_state(states[streams.owned])
-        for step, value in zip(range(STEPS // 2, STEPS), hashes(streams, range(STEPS // 2, STEPS)), strict=True):
+        for step, value in zip(
+            range(STEPS // 2, STEPS), hashes(streams, range(STEPS // 2, STEPS)), strict=True
+        ):
             total[step] += value
         streams.close()
     assert [value % 2**64 for value in total] == straight
@@ -110,8 +118,13 @@ def test_ranks_and_threads_change_nothing(documents, straight, world, workers):
 def test_micro_batches_add_up(documents, straight, parts):
     streams = streams_of(documents)
     for step in range(20):
-        pieces = zip(torch.tensor(streams.owned).split(parts), streams.next_batch().split(parts), strict=True)
-        assert sum(batch_hash(step, owned.tolist(), piece) for owned, piece in pieces) % 2**64 == straight[step]
+        pieces = zip(
+            torch.tensor(streams.owned).split(parts), streams.next_batch().split(parts), strict=True
+        )
+        assert (
+            sum(batch_hash(step, owned.tolist(), piece) for owned, piece in pieces) % 2**64
+            == straight[step]
+        )
 
 
 def test_every_document_once_an_epoch_and_no_held_out_one_ever(documents):
@@ -121,7 +134,10 @@ def test_every_document_once_an_epoch_and_no_held_out_one_ever(documents):
     kept = everything - {text[:6] for text in left}
     assert 10 < len(left) < 40 and all(content_hash(text) < HOLDOUT * 2**64 for text in left)
     for seed in range(3):
-        order, streams = Order(documents.rows, seed=seed, streams=STREAMS), streams_of(documents, seed)
+        order, streams = (
+            Order(documents.rows, seed=seed, streams=STREAMS),
+            streams_of(documents, seed),
+        )
         rows = torch.cat([streams.next_batch()[:, :-1] for _ in range(STEPS)], dim=1)
         counts = [Counter[str]() for _ in range(2)]
         for stream, row in enumerate(rows.tolist()):
@@ -160,7 +176,9 @@ def test_an_epoch_deals_every_row_once(sizes, streams, epoch):
             dealt += [(group, int(number)) for number in rows]
             row += len(rows)
         assert row == lengths[stream]
-    assert sorted(dealt) == [(group, row) for group, size in enumerate(sizes) for row in range(size)]
+    assert sorted(dealt) == [
+        (group, row) for group, size in enumerate(sizes) for row in range(size)
+    ]
     assert max(lengths) - min(lengths) <= 1
 
 
@@ -178,7 +196,10 @@ def test_packing_keeps_every_token_once(documents, context, streams, seed):
         for row, found in zip(inputs.tolist(), numbers.tolist(), strict=True):
             lengths = Counter(found)
             assert sum(lengths.values()) == context and sorted(lengths) == list(range(len(lengths)))
-            assert all((b - a == 1) == (token == 256) for a, b, token in zip(found, found[1:], row[1:], strict=False))
+            assert all(
+                (b - a == 1) == (token == 256)
+                for a, b, token in zip(found, found[1:], row[1:], strict=False)
+            )
 
 
 def test_the_order_is_recorded(straight):

@@ -32,7 +32,9 @@ import torch
 from torch import distributed
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.checkpoint", "lrattnres.optim.optimizer"])
+_context.set_forkserver_preload(
+    ["torch.distributed.fsdp", "torch.distributed.checkpoint", "lrattnres.optim.optimizer"]
+)
 
 
 @dataclass
@@ -51,19 +53,49 @@ class Ranks:
     `timeout`: seconds until one of its collectives gives up. `function` must be found by its module's name.
     """
 
-    def __init__(self, function: Callable[..., Any], world: int, *arguments: Any, group: bool = True, timeout: float = 30.0):
-        self._store = distributed.TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        world: int,
+        *arguments: Any,
+        group: bool = True,
+        timeout: float = 30.0,
+    ):
+        self._store = distributed.TCPStore(
+            "127.0.0.1", 0, world, is_master=True, wait_for_workers=False
+        )
         self._folder = tempfile.TemporaryDirectory(prefix="ranks")
         self._values: dict[int, Any] = {}
         self._processes, self._pipes = [], dict[Connection, int]()
         for rank in range(world):
             receive, send = _context.Pipe(duplex=False)
             environment = {
-                **{"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world},
-                **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self._store.port, "GLOO_SOCKET_IFNAME": "lo"},
-                **{"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0, "OMP_NUM_THREADS": 1},
+                **{
+                    "RANK": rank,
+                    "LOCAL_RANK": rank,
+                    "WORLD_SIZE": world,
+                    "LOCAL_WORLD_SIZE": world,
+                },
+                **{
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": self._store.port,
+                    "GLOO_SOCKET_IFNAME": "lo",
+                },
+                **{
+                    "TORCHELASTIC_USE_AGENT_STORE": True,
+                    "TORCHELASTIC_RESTART_COUNT": 0,
+                    "OMP_NUM_THREADS": 1,
+                },
             }
-            task = (function, rank, arguments, environment, timeout if group else None, self._printed(rank), send)
+            task = (
+                function,
+                rank,
+                arguments,
+                environment,
+                timeout if group else None,
+                self._printed(rank),
+                send,
+            )
             process = _context.Process(target=_rank, args=task, daemon=True)
             process.start()
             send.close()
@@ -84,7 +116,9 @@ class Ranks:
     def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
         """Sends a signal to a rank that still runs."""
         pid = self._processes[rank].pid
-        assert pid is not None and self._processes[rank].is_alive(), f"rank {rank} has ended already:\n{self.output(rank)}"
+        assert pid is not None and self._processes[rank].is_alive(), (
+            f"rank {rank} has ended already:\n{self.output(rank)}"
+        )
         os.kill(pid, number)
 
     def output(self, rank: int) -> str:
@@ -96,7 +130,9 @@ class Ranks:
         """Waits until a rank has printed `text`."""
         deadline = time.monotonic() + limit
         while text not in self.output(rank):
-            assert time.monotonic() < deadline, f"rank {rank} has not printed {text!r}:\n{self.output(rank)}"
+            assert time.monotonic() < deadline, (
+                f"rank {rank} has not printed {text!r}:\n{self.output(rank)}"
+            )
             time.sleep(0.005)
 
     def wait(self, limit: float) -> list[Ending]:
@@ -115,14 +151,22 @@ class Ranks:
             codes.append(process.exitcode)
             process.kill()
             process.join()
-        return [Ending(code, self._values.get(rank), self.output(rank)) for rank, code in enumerate(codes)]
+        return [
+            Ending(code, self._values.get(rank), self.output(rank))
+            for rank, code in enumerate(codes)
+        ]
 
     def _printed(self, rank: int) -> Path:
         return Path(self._folder.name) / f"rank{rank}.txt"
 
 
 def launch(
-    function: Callable[..., Any], world: int, *arguments: Any, limit: float = 60.0, group: bool = True, timeout: float = 30.0
+    function: Callable[..., Any],
+    world: int,
+    *arguments: Any,
+    limit: float = 60.0,
+    group: bool = True,
+    timeout: float = 30.0,
 ) -> list[Any]:
     """Runs function(rank, *arguments) on `world` ranks and returns what each returned.
 
@@ -130,7 +174,11 @@ def launch(
     """
     with Ranks(function, world, *arguments, group=group, timeout=timeout) as ranks:
         endings = ranks.wait(limit)
-    failed = [f"rank {rank}: exit code {end.code}\n{end.output}" for rank, end in enumerate(endings) if end.code != 0]
+    failed = [
+        f"rank {rank}: exit code {end.code}\n{end.output}"
+        for rank, end in enumerate(endings)
+        if end.code != 0
+    ]
     assert not failed, "\n".join(failed)
     return [end.value for end in endings]
 
@@ -148,7 +196,10 @@ def _rank(
     with printed.open("wb", buffering=0) as file:
         for number in (1, 2):
             os.dup2(file.fileno(), number)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", 1, closefd=False), os.fdopen(2, "w", 1, closefd=False)
+    sys.stdout, sys.stderr = (
+        os.fdopen(1, "w", 1, closefd=False),
+        os.fdopen(2, "w", 1, closefd=False),
+    )
     os.environ.update({name: str(value) for name, value in environment.items()})
     torch.set_num_threads(1)
     torch.manual_seed(0)

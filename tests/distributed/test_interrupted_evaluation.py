@@ -10,7 +10,7 @@ import torch
 from torch import distributed
 
 from lrattnres.data.errors import UnreadableError
-from lrattnres.ranks import Elsewhere
+from lrattnres.distributed.ranks import Elsewhere
 from lrattnres.runs.checkpoint import Checkpoints
 from lrattnres.training.trainer import Trainer
 from tests.distributed.launch import launch
@@ -31,20 +31,26 @@ class Signalling:
         for number, window in enumerate(self._dataset.held_out_windows(tokens, batch), start=1):
             if self._left == 0 and number == 3:
                 os.kill(os.getpid(), signal.SIGTERM)
-            self.heard_late |= self._left < 0 or (self._left == 0 and number > 4)  # the two ranks' next batches
+            self.heard_late |= self._left < 0 or (
+                self._left == 0 and number > 4
+            )  # the two ranks' next batches
             yield window
 
 
 def trainer_of(settings: list[str], folder: Path) -> Trainer:
     trainer = build(settings)
-    trainer.checkpoints = Checkpoints(folder, group=distributed.group.WORLD if trainer.ranks.world > 1 else None)
+    trainer.checkpoints = Checkpoints(
+        folder, group=distributed.group.WORLD if trainer.ranks.world > 1 else None
+    )
     del trainer.save
     trainer.diagnoses = []
     trainer.write_diagnostics = lambda step, found: trainer.diagnoses.append((step, found))
     return trainer
 
 
-def cut_and_continue(rank: int, settings: list[str], folder: Path, evaluation: int, at: int) -> list[dict]:
+def cut_and_continue(
+    rank: int, settings: list[str], folder: Path, evaluation: int, at: int
+) -> list[dict]:
     """The records of a run whose last rank has a signal in an evaluation, at step `at`, and of its two continuations."""
     first = trainer_of(settings, folder)
     if rank == first.ranks.world - 1:
@@ -68,17 +74,27 @@ def cut_and_continue(rank: int, settings: list[str], folder: Path, evaluation: i
 
 
 def comparable(records: list[dict]) -> list[dict]:
-    return [{name: value for name, value in record.items() if name not in ("tokens_per_second", "mfu")} for record in records]
+    return [
+        {name: value for name, value in record.items() if name not in ("tokens_per_second", "mfu")}
+        for record in records
+    ]
 
 
-EVERY = ["steps=8", "optimizer.warmup=2", "evaluation.every=4", "evaluation.tokens=500", "evaluation.batch=2"]
+EVERY = [
+    "steps=8",
+    "optimizer.warmup=2",
+    "evaluation.every=4",
+    "evaluation.tokens=500",
+    "evaluation.batch=2",
+]
 
 
 DIAGNOSED = ["evaluation.diagnostics_every=4", "evaluation.diagnostics_tokens=500"]
 
 
 @pytest.mark.parametrize(
-    ("evaluation", "at", "also"), [(1, 4, []), (2, 8, []), (1, 4, DIAGNOSED), (2, 4, DIAGNOSED), (3, 8, DIAGNOSED)]
+    ("evaluation", "at", "also"),
+    [(1, 4, []), (2, 8, []), (1, 4, DIAGNOSED), (2, 4, DIAGNOSED), (3, 8, DIAGNOSED)],
 )
 def test_one_process(tiny_run, tmp_path: Path, evaluation: int, at: int, also: list[str]) -> None:
     settings = tiny_run(*EVERY, *also)
@@ -93,11 +109,17 @@ def test_two_ranks(tiny_run, tmp_path: Path, also: list[str]) -> None:
     settings = tiny_run(*EVERY, *also)
     straight = build(settings)
     assert straight.fit()
-    for found in launch(cut_and_continue, 2, settings, tmp_path / "cut", 1, 4, group=False, limit=120):
+    for found in launch(
+        cut_and_continue, 2, settings, tmp_path / "cut", 1, 4, group=False, limit=120
+    ):
         assert [record["step"] for record in found] == list(range(1, 9))
-        assert [record["batch_hash"] for record in found] == [record["batch_hash"] for record in straight.records]
+        assert [record["batch_hash"] for record in found] == [
+            record["batch_hash"] for record in straight.records
+        ]
         for step in (3, 7):
-            assert found[step]["val_loss"] == pytest.approx(straight.records[step]["val_loss"], rel=1e-5)
+            assert found[step]["val_loss"] == pytest.approx(
+                straight.records[step]["val_loss"], rel=1e-5
+            )
 
 
 class Unreadable(Signalling):
@@ -127,7 +149,9 @@ def test_unreadable_held_out_texts_lose_no_step(tiny_run, tmp_path: Path) -> Non
     records, fault = unreadable(0, settings, tmp_path / "one")
     assert fault.startswith("the held-out texts are gone\nsaved at step 4; once")
     assert comparable(records) == comparable(straight.records)
-    (first, elsewhere), (_, fault) = launch(unreadable, 2, settings, tmp_path / "two", group=False, limit=120)
+    (first, elsewhere), (_, fault) = launch(
+        unreadable, 2, settings, tmp_path / "two", group=False, limit=120
+    )
     assert "rank 1 failed" in elsewhere and "saved at step 4" in fault
     assert [record["step"] for record in first] == list(range(1, 9))
 

@@ -2,17 +2,17 @@
 
 import pytest
 import torch
+from tests.config.test_config import composed
 from torch.distributed.tensor import DTensor
 
-from lrattnres.checks import resolve
+from lrattnres.config.checks import resolve
 from lrattnres.data.dataset import open_dataset
-from lrattnres.depth.router import VARIANTS
+from lrattnres.distributed.parallel import parallelize, start_parallel
 from lrattnres.model.attention import BACKENDS
 from lrattnres.model.transformer import build_model
-from lrattnres.training.parallel import parallelize, start_parallel
+from lrattnres.residual.router import VARIANTS
 from lrattnres.training.trainer import Trainer
 from tests.distributed.launch import launch
-from tests.test_config import composed
 
 CPU = torch.device("cpu")
 MESHES = {
@@ -22,7 +22,14 @@ MESHES = {
     "ddp 2": (2, ["parallel.mode=ddp"]),
 }
 # Learning rates that leave ten steps comparable, and a batch that is cut twice a rank for two ranks and once for four.
-SETTINGS = ["steps=10", "micro_batch=2", "z_loss=0.01", "optimizer.warmup=2", "optimizer.clip=0.5", "evaluation.tokens=500"]
+SETTINGS = [
+    "steps=10",
+    "micro_batch=2",
+    "z_loss=0.01",
+    "optimizer.warmup=2",
+    "optimizer.clip=0.5",
+    "evaluation.tokens=500",
+]
 
 
 def build(settings: list[str]) -> Trainer:
@@ -59,20 +66,30 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def ten_steps(rank: int, settings: list[str]) -> tuple[list[dict], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def ten_steps(
+    rank: int, settings: list[str]
+) -> tuple[list[dict], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """(records, weights before, weights after), whole."""
     trainer = build(settings)
     mask_unevenly(trainer)
     before = {name: whole(tensor).clone() for name, tensor in trainer.model.state_dict().items()}
     assert trainer.fit()
-    return trainer.records, before, {name: whole(tensor).clone() for name, tensor in trainer.model.state_dict().items()}
+    return (
+        trainer.records,
+        before,
+        {name: whole(tensor).clone() for name, tensor in trainer.model.state_dict().items()},
+    )
 
 
 def assert_same_run(settings: list[str], world: int, extra: list[str]) -> None:
     records, before, after = ten_steps(0, settings)
-    for found, weights, trained in launch(ten_steps, world, settings + extra, group=False, limit=120):
+    for found, weights, trained in launch(
+        ten_steps, world, settings + extra, group=False, limit=120
+    ):
         assert all(torch.equal(tensor, weights[name]) for name, tensor in before.items())
-        assert [record["batch_hash"] for record in found] == [record["batch_hash"] for record in records]
+        assert [record["batch_hash"] for record in found] == [
+            record["batch_hash"] for record in records
+        ]
         assert [record["tokens"] for record in found] == [record["tokens"] for record in records]
         for one, other in zip(records, found, strict=True):
             assert one.keys() == other.keys()
@@ -92,7 +109,9 @@ QUICK = [("s_lr", "fsdp 2"), ("p_lr", "hsdp 2x2")]
 @pytest.mark.parametrize(("residual", "mesh"), QUICK)
 def test_ranks_train_as_one_process_does(tiny_run, residual: str, mesh: str) -> None:
     world, extra = MESHES[mesh]
-    assert_same_run(tiny_run(*SETTINGS, f"model.residual={residual}", "instruments.gradients=5"), world, extra)
+    assert_same_run(
+        tiny_run(*SETTINGS, f"model.residual={residual}", "instruments.gradients=5"), world, extra
+    )
 
 
 @pytest.mark.slow
@@ -101,4 +120,6 @@ def test_ranks_train_as_one_process_does(tiny_run, residual: str, mesh: str) -> 
 @pytest.mark.parametrize("mesh", list(MESHES))
 def test_every_variant_and_mesh(tiny_run, mesh: str, residual: str, blocks: str) -> None:
     world, extra = MESHES[mesh]
-    assert_same_run(tiny_run(*SETTINGS, f"model.residual={residual}", f"model.blocks={blocks}"), world, extra)
+    assert_same_run(
+        tiny_run(*SETTINGS, f"model.residual={residual}", f"model.blocks={blocks}"), world, extra
+    )

@@ -15,7 +15,11 @@ from lrattnres.runs.checkpoint import Checkpoints
 from lrattnres.runs.metrics import MetricsFile
 from tests.paths import ROOT
 
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "GLOO_SOCKET_IFNAME": "lo"}
+ENVIRONMENT = os.environ | {
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "passive",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
 TORCHRUN = ["-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
 
 
@@ -47,7 +51,10 @@ class Job:
         for child in Path(f"/proc/{self.process.pid}/task/{self.process.pid}").glob("children"):
             for pid in map(int, child.read_text().split()):
                 try:
-                    environment = dict(line.partition("=")[::2] for line in Path(f"/proc/{pid}/environ").read_text().split("\0"))
+                    environment = dict(
+                        line.partition("=")[::2]
+                        for line in Path(f"/proc/{pid}/environ").read_text().split("\0")
+                    )
                 except (FileNotFoundError, ProcessLookupError):
                     continue
                 if "RANK" in environment:
@@ -72,7 +79,9 @@ class Job:
 def start(tmp_path: Path):
     """start(ranks, *settings): a Job with the output in a file of its own."""
     count = iter(range(1000))
-    return lambda ranks, *settings, **options: Job(ranks, tmp_path / f"output{next(count)}.txt", *settings, **options)
+    return lambda ranks, *settings, **options: Job(
+        ranks, tmp_path / f"output{next(count)}.txt", *settings, **options
+    )
 
 
 def finish(job: Job, code: int = 0) -> str:
@@ -90,7 +99,9 @@ def assert_same_course(one: Path, other: Path) -> None:
     """Nothing lost, nothing repeated, the same batches, and the same losses to the rounding of a sum."""
     expected, found = (MetricsFile.read(folder / "metrics.jsonl") for folder in (one, other))
     assert [record["step"] for record in found] == [record["step"] for record in expected]
-    assert [record["batch_hash"] for record in found] == [record["batch_hash"] for record in expected]
+    assert [record["batch_hash"] for record in found] == [
+        record["batch_hash"] for record in expected
+    ]
     assert [record["tokens"] for record in found] == [record["tokens"] for record in expected]
     assert losses(other) == pytest.approx(losses(one), rel=1e-4)
     assert found[-1]["val_loss"] == pytest.approx(expected[-1]["val_loss"], rel=1e-4)
@@ -98,13 +109,18 @@ def assert_same_course(one: Path, other: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_moves_from_one_rank_to_two_to_four_and_back(tiny_run, start, tmp_path: Path) -> None:
-    settings = tiny_run("checkpoint.every=4", "checkpoint.asynchronous=true", "steps=24", "evaluation.every=null")
+    settings = tiny_run(
+        "checkpoint.every=4", "checkpoint.asynchronous=true", "steps=24", "evaluation.every=null"
+    )
     finish(start(1, *settings, "name=straight"))
     folder = tmp_path / "runs" / "moved"
     for ranks, step in ((1, 9), (2, 15), (4, 20)):
         with start(ranks, *settings, "name=moved") as job:
             job.until_step(folder / "metrics.jsonl", step)
-            os.kill(random.choice(list(job.workers().values()) if ranks > 1 else [job.process.pid]), signal.SIGKILL)
+            os.kill(
+                random.choice(list(job.workers().values()) if ranks > 1 else [job.process.pid]),
+                signal.SIGKILL,
+            )
             code, output = job.ends()
         assert code != 0 and ("continuing from step" in output) == (step != 9), output
     assert "continuing from step" in finish(start(1, *settings, "name=moved"))
@@ -121,7 +137,11 @@ def test_a_killed_rank_ends_the_job_and_is_named(tiny_run, start, tmp_path: Path
         os.kill(job.workers()[1], signal.SIGKILL)
         code, output = job.ends(60)
         assert time.monotonic() - begin < 45
-    assert code != 0 and "broken off: rank 1 (in step" in output and "Traceback" not in output.split("broken off")[0], output
+    assert (
+        code != 0
+        and "broken off: rank 1 (in step" in output
+        and "Traceback" not in output.split("broken off")[0]
+    ), output
 
 
 @pytest.mark.slow
@@ -137,7 +157,9 @@ def test_a_rank_that_hangs_is_given_up_and_named(tiny_run, start, tmp_path: Path
 
 
 @pytest.mark.parametrize("to", ["rank 1", pytest.param("torchrun", marks=pytest.mark.slow)])
-def test_a_signal_to_one_stops_all_at_the_same_step(tiny_run, start, tmp_path: Path, to: str) -> None:
+def test_a_signal_to_one_stops_all_at_the_same_step(
+    tiny_run, start, tmp_path: Path, to: str
+) -> None:
     settings = tiny_run("checkpoint.every=1000", "steps=4000", "evaluation.every=null")
     folder = tmp_path / "runs" / "run"
     with start(2, *settings) as job:
@@ -151,7 +173,9 @@ def test_a_signal_to_one_stops_all_at_the_same_step(tiny_run, start, tmp_path: P
 
 @pytest.mark.slow
 def test_twenty_kills_lose_and_repeat_nothing(tiny_run, start, tmp_path: Path) -> None:
-    settings = tiny_run("checkpoint.every=3", "steps=900", "evaluation.every=null", "instruments.depth=null")
+    settings = tiny_run(
+        "checkpoint.every=3", "steps=900", "evaluation.every=null", "instruments.depth=null"
+    )
     finish(start(2, *settings, "name=straight"))
     folder, choose, kills = tmp_path / "runs" / "cut", random.Random(5), 0
     while kills < 20:

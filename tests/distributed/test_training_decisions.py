@@ -7,29 +7,33 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.config.test_config import composed
 
-from lrattnres.checks import resolve
 from lrattnres.config import Compile, ConfigError
+from lrattnres.config.checks import resolve
 from lrattnres.data.dataset import Dataset
 from lrattnres.data.errors import DataError
+from lrattnres.distributed.ranks import Elsewhere, Ranks, start_ranks
 from lrattnres.evaluation.diagnostics import diagnose
 from lrattnres.evaluation.heldout import evaluate
-from lrattnres.ranks import Elsewhere, Ranks, start_ranks
 from lrattnres.training.run import train
 from lrattnres.training.trainer import TrainingError
 from tests.distributed.launch import launch
 from tests.distributed.test_training import build, whole
-from tests.test_config import composed
 
 
 def agree(rank: int) -> None:
     ranks = start_ranks("cpu", 30.0)
     assert (ranks.rank, ranks.world, ranks.local, ranks.first) == (rank, 3, rank, rank == 0)
-    assert int(ranks.sum(torch.tensor(2**62 + rank))) == 3 * 2**62 + 3 - 2**64  # wraps, as hashes need it
+    assert (
+        int(ranks.sum(torch.tensor(2**62 + rank))) == 3 * 2**62 + 3 - 2**64
+    )  # wraps, as hashes need it
     assert ranks.largest(torch.tensor([rank, -rank])).tolist() == [2, 0]
     assert ranks.gather(torch.tensor([rank, 7])).tolist() == [[0, 7], [1, 7], [2, 7]]
     assert ranks.of_first(lambda: f"from {rank}") == "from 0"
-    with pytest.raises(ValueError if rank == 1 else Elsewhere, match="mine" if rank == 1 else "rank 1 failed"):
+    with pytest.raises(
+        ValueError if rank == 1 else Elsewhere, match="mine" if rank == 1 else "rank 1 failed"
+    ):
         ranks.together(lambda: fail() if rank == 1 else rank)
     with pytest.raises(ValueError if rank == 0 else Elsewhere):
         ranks.of_first(fail)
@@ -59,10 +63,19 @@ def one_rank_overflows(rank: int, settings: list[str]) -> None:
     trainer = build(settings)
     trainer.train_step()
     before = {name: tensor.clone() for name, tensor in trainer.state()["model"].items()}
-    hook = trainer.model.head.register_forward_hook(lambda module, given, out: out * (math.inf if rank == 1 else 1))
+    hook = trainer.model.head.register_forward_hook(
+        lambda module, given, out: out * (math.inf if rank == 1 else 1)
+    )
     trainer.train_step()
-    assert (trainer.progress.step, trainer.progress.bad_steps, trainer.progress.bad_in_a_row) == (2, 1, 1)
-    assert all(torch.equal(whole(before[name]), whole(tensor)) for name, tensor in trainer.state()["model"].items())
+    assert (trainer.progress.step, trainer.progress.bad_steps, trainer.progress.bad_in_a_row) == (
+        2,
+        1,
+        1,
+    )
+    assert all(
+        torch.equal(whole(before[name]), whole(tensor))
+        for name, tensor in trainer.state()["model"].items()
+    )
     hook.remove()
     trainer.train_step()
     assert (trainer.progress.bad_steps, trainer.progress.bad_in_a_row) == (1, 0)
@@ -100,7 +113,10 @@ def test_the_end_of_data_on_one_rank_ends_all_at_the_same_step(tiny_run) -> None
     (first, one), (second, other) = launch(data_end_on_one, 2, settings, group=False)
     assert one == "Elsewhere: rank 1 failed, and said why; rank 0 stops with it"
     assert other.startswith("UnreadableError: the texts end here") and "saved at step 2" in other
-    for saved, straight in (first, second):  # rank 0 had its part of the third batch, which is not to be lost
+    for saved, straight in (
+        first,
+        second,
+    ):  # rank 0 had its part of the third batch, which is not to be lost
         assert torch.equal(saved, straight)
 
 
@@ -112,7 +128,10 @@ def disk_is_full(rank: int, settings: list[str]) -> str:
             raise OSError("no space left")
 
     waited: list[int] = []  # for a save that may be on its way
-    trainer.write, trainer.checkpoints = write, SimpleNamespace(wait=lambda: waited.append(trainer.progress.step))
+    trainer.write, trainer.checkpoints = (
+        write,
+        SimpleNamespace(wait=lambda: waited.append(trainer.progress.step)),
+    )
     with pytest.raises((TrainingError, Elsewhere)) as fault:
         trainer.fit()
     assert trainer.progress.step == 3 and waited == [3]
@@ -121,31 +140,47 @@ def disk_is_full(rank: int, settings: list[str]) -> str:
 
 def test_metrics_that_cannot_be_written_end_all_ranks_at_the_same_step(tiny_run) -> None:
     first, other = launch(disk_is_full, 2, tiny_run("evaluation.every=null"), group=False)
-    assert first == "the metrics of step 3 cannot be written: no space left" and other.startswith("rank 0 failed")
+    assert first == "the metrics of step 3 cannot be written: no space left" and other.startswith(
+        "rank 0 failed"
+    )
 
 
 def started_differently(rank: int, settings: list[str], kind: str) -> None:
     changes = {"settings": [f"steps={40 + rank}", f"threads={1 + rank}"], "texts": []}[kind]
     if kind == "texts" and rank == 2:
         Dataset.identity = property(lambda dataset: {"corpus": "other"})  # type: ignore[assignment]
-    expected = {"settings": r"steps=40 on rank 0, 41 on rank 1: start all", "texts": r"corpus=.* on rank 0, other on rank 2: all"}
-    with pytest.raises(ConfigError if rank == 0 else Elsewhere, match=expected[kind] if rank == 0 else "rank 0 failed") as fault:
+    expected = {
+        "settings": r"steps=40 on rank 0, 41 on rank 1: start all",
+        "texts": r"corpus=.* on rank 0, other on rank 2: all",
+    }
+    with pytest.raises(
+        ConfigError if rank == 0 else Elsewhere,
+        match=expected[kind] if rank == 0 else "rank 0 failed",
+    ) as fault:
         train(*resolve(composed(*settings, *changes)))
     assert "threads" not in str(fault.value)
 
 
-@pytest.mark.parametrize(("kind", "world"), [("settings", 2), pytest.param("texts", 3, marks=pytest.mark.slow)])
-def test_ranks_that_would_train_different_runs_are_refused(tiny_run, tmp_path, kind: str, world: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "world"), [("settings", 2), pytest.param("texts", 3, marks=pytest.mark.slow)]
+)
+def test_ranks_that_would_train_different_runs_are_refused(
+    tiny_run, tmp_path, kind: str, world: int
+) -> None:
     launch(started_differently, world, tiny_run("global_batch=12"), kind, group=False, limit=120)
     assert not (tmp_path / "runs").exists()
 
 
-def measure(rank: int, settings: list[str], ranks: Ranks | None = None) -> tuple[float, int, int, dict]:
+def measure(
+    rank: int, settings: list[str], ranks: Ranks | None = None
+) -> tuple[float, int, int, dict]:
     """Of a model that is whole on each rank, as `eval.py` has it."""
     trainer = build(settings) if ranks else alone(settings)
     ranks = ranks or start_ranks("cpu", 30.0)
     dataset, model = trainer.dataset, trainer.model
-    found = evaluate(model, dataset.held_out_windows(500, 3), dataset.tokenizer, documents=True, ranks=ranks)
+    found = evaluate(
+        model, dataset.held_out_windows(500, 3), dataset.tokenizer, documents=True, ranks=ranks
+    )
     windows = dataset.held_out_windows(500, 3)
     depth = diagnose(model, windows, dataset.tokenizer.separator, documents=True, ranks=ranks)
     return found.loss, found.tokens, found.bytes, depth
@@ -173,13 +208,24 @@ def diagnose_in_training(rank: int, settings: list[str]) -> dict:
     trainer.write_diagnostics = lambda step, diagnostics: found.append((step, diagnostics))
     found: list[tuple[int, dict]] = []
     trainer.fit()
-    return {"found": found, "mean": trainer.mean_grad_norm, "norms": [record["grad_norm"] for record in trainer.records]}
+    return {
+        "found": found,
+        "mean": trainer.mean_grad_norm,
+        "norms": [record["grad_norm"] for record in trainer.records],
+    }
 
 
 def test_diagnostics_in_training_are_those_of_one_process(tiny_run) -> None:
-    settings = tiny_run("steps=3", "optimizer.warmup=1", "evaluation.diagnostics_every=2", "evaluation.diagnostics_tokens=530")
+    settings = tiny_run(
+        "steps=3",
+        "optimizer.warmup=1",
+        "evaluation.diagnostics_every=2",
+        "evaluation.diagnostics_tokens=530",
+    )
     (expected,) = launch(diagnose_in_training, 1, settings, group=False)
-    assert [step for step, _ in expected["found"]] == [2, 3] and expected["found"][1][1]["tokens"] == 530
+    assert [step for step, _ in expected["found"]] == [2, 3] and expected["found"][1][1][
+        "tokens"
+    ] == 530
     assert expected["mean"] == pytest.approx(sum(expected["norms"]) / 3, rel=1e-12)
     for found in launch(diagnose_in_training, 2, settings, group=False):
         assert found["mean"] == pytest.approx(expected["mean"], rel=1e-4)
@@ -191,18 +237,32 @@ def test_diagnostics_in_training_are_those_of_one_process(tiny_run) -> None:
 @pytest.mark.parametrize(
     ("world", "settings", "words"),
     [
-        (2, ["parallel.mode=none"], ["parallel.mode=none", "each would train the whole run", "auto"]),
+        (
+            2,
+            ["parallel.mode=none"],
+            ["parallel.mode=none", "each would train the whole run", "auto"],
+        ),
         (1, ["parallel.mode=fsdp"], ["parallel.mode=fsdp", "torchrun --nproc_per_node=N"]),
         (4, ["parallel.mode=hsdp"], ["parallel.shard_degree=null", "write 2"]),
-        (8, ["parallel.mode=hsdp", "parallel.shard_degree=3"], ["parallel.shard_degree=3", "write 2 or 4"]),
-        (3, ["parallel.mode=hsdp", "parallel.shard_degree=3", "global_batch=9", "micro_batch=3"], ["3 cannot be", "fsdp"]),
+        (
+            8,
+            ["parallel.mode=hsdp", "parallel.shard_degree=3"],
+            ["parallel.shard_degree=3", "write 2 or 4"],
+        ),
+        (
+            3,
+            ["parallel.mode=hsdp", "parallel.shard_degree=3", "global_batch=9", "micro_batch=3"],
+            ["3 cannot be", "fsdp"],
+        ),
         (4, ["parallel.shard_degree=2"], ["parallel.shard_degree=2", "parallel.mode=hsdp"]),
         (3, [], ["global_batch=16", "3 processes"]),
         (1, ["cluster.requeue=true"], ["cluster.requeue=true", "SLURM_JOB_ID", "cluster=local"]),
         (1, ["parallel.prefetch=-1"], ["parallel.prefetch=-1", "at least 0"]),
     ],
 )
-def test_impossible_layouts_are_refused(monkeypatch, world: int, settings: list[str], words: list[str]) -> None:
+def test_impossible_layouts_are_refused(
+    monkeypatch, world: int, settings: list[str], words: list[str]
+) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     for name, value in {"RANK": 0, "WORLD_SIZE": world, "LOCAL_RANK": 0}.items():
         if world > 1:

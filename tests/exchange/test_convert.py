@@ -10,12 +10,14 @@ import torch
 
 import lrattnres
 from lrattnres.config import ConfigError
+from lrattnres.config.commands import ConvertConfig
 from lrattnres.entry import settings
-from lrattnres.exchange.config import ConvertConfig
 from lrattnres.exchange.convert import convert
 from lrattnres.exchange.folder import FolderError
 
-transformers = pytest.importorskip("transformers", reason="the models that are converted are made by transformers")
+transformers = pytest.importorskip(
+    "transformers", reason="the models that are converted are made by transformers"
+)
 
 SIZE = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
         "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
@@ -23,7 +25,10 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_fac
           "original_max_position_embeddings": 32}  # fmt: skip
 MODELS = {
     "llama": ("Llama", {"rope_parameters": LLAMA3, "rms_norm_eps": 1e-5}),
-    "llama_linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+    "llama_linear": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+    ),
     "qwen3": ("Qwen3", {"head_dim": 12, "bos_token_id": None, "eos_token_id": [5, 6]}),
     "qwen3_tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
 }
@@ -35,7 +40,9 @@ def models(tmp_path_factory) -> dict[str, tuple[Path, torch.Tensor, torch.Tensor
     made = {}
     for name, (family, changes) in MODELS.items():
         torch.manual_seed(0)
-        model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**SIZE | changes))
+        model = getattr(transformers, f"{family}ForCausalLM")(
+            getattr(transformers, f"{family}Config")(**SIZE | changes)
+        )
         for parameter in model.parameters():  # gains too: all ones would hide where they belong
             torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.2)
         folder, tokens = tmp_path_factory.mktemp(name), torch.randint(67, (2, 40))
@@ -56,7 +63,9 @@ def logits(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_converted_baseline_has_the_logits_of_transformers(models, tmp_path: Path, name: str) -> None:
+def test_a_converted_baseline_has_the_logits_of_transformers(
+    models, tmp_path: Path, name: str
+) -> None:
     folder, tokens, expected = models[name]
     found = logits(converted(folder, tmp_path / "out", "model.residual=baseline"), tokens)
     assert expected.abs().max() > 1
@@ -68,7 +77,9 @@ def test_a_converted_baseline_has_the_logits_of_transformers(models, tmp_path: P
     [["delta", "model.blocks=3"], ["attn_res"], ["s_lr", "model.rank=4"], ["p_lr", "model.rank=4", "model.blocks=2"],
      ["s_lr", "model.rank=4", "model.routing=add"]],
 )  # fmt: skip
-def test_any_variant_begins_as_the_model_and_with_the_gate_whatever_the_queries(models, tmp_path, words) -> None:
+def test_any_variant_begins_as_the_model_and_with_the_gate_whatever_the_queries(
+    models, tmp_path, words
+) -> None:
     folder, tokens, expected = models["qwen3_tied"]
     words = [f"model.residual={words[0]}", *words[1:]]
     model = converted(folder, tmp_path / "bare", *words)
@@ -76,7 +87,10 @@ def test_any_variant_begins_as_the_model_and_with_the_gate_whatever_the_queries(
     torch.testing.assert_close(logits(model, tokens), expected, atol=2e-3, rtol=1e-3)
     gated = converted(folder, tmp_path / "gated", *words, "model.gate=true")
     for router in (model.router, gated.router):
-        router.load_state_dict({"queries": torch.randn(6, router.rank, generator=torch.Generator().manual_seed(1))}, strict=False)
+        router.load_state_dict(
+            {"queries": torch.randn(6, router.rank, generator=torch.Generator().manual_seed(1))},
+            strict=False,
+        )
     torch.testing.assert_close(logits(gated, tokens), expected, atol=1e-4, rtol=1e-4)
     assert (logits(model, tokens) - expected).abs().max() > 0.1
     torch.nn.init.ones_(gated.router.gates)  # an open gate is the published read
@@ -115,7 +129,10 @@ def changed(folder: Path, to: Path, **changes) -> Path:
         ({"model_type": "gpt2"}, "must be one of llama, qwen3"),
         ({"attention_bias": True}, "attention_bias=True: must be False here"),
         ({"layer_types": ["sliding_attention"] * 3}, "sliding_attention"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "rope_type='yarn'"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
+            "rope_type='yarn'",
+        ),
         ({"rope_parameters": {"rope_type": "default", "factor": 4.0}}, "factor=4.0 has no meaning"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"num_hidden_layers": 2}, "no place in the model: model.layers.2."),
@@ -123,7 +140,9 @@ def changed(folder: Path, to: Path, **changes) -> Path:
         ({"intermediate_size": 48}, "config.json says"),
     ],
 )
-def test_what_cannot_be_converted_is_named_and_leaves_nothing(models, tmp_path: Path, changes, words: str) -> None:
+def test_what_cannot_be_converted_is_named_and_leaves_nothing(
+    models, tmp_path: Path, changes, words: str
+) -> None:
     source = changed(models["llama"][0], tmp_path / "source", **changes)
     with pytest.raises(FolderError) as refusal:
         converted(source, tmp_path / "out", "model.residual=delta")
@@ -158,8 +177,12 @@ def test_a_damaged_model_is_not_converted_again(models, tmp_path: Path) -> None:
 
 def test_older_files_name_the_rotary_embedding_otherwise(models, tmp_path: Path) -> None:
     folder, tokens, expected = models["llama"]
-    old = {key: value for key, value in LLAMA3.items() if key not in ("rope_theta", "rope_type")} | {"type": "llama3"}
-    source = changed(folder, tmp_path / "source", rope_parameters=None, rope_theta=1e4, rope_scaling=old)
+    old = {
+        key: value for key, value in LLAMA3.items() if key not in ("rope_theta", "rope_type")
+    } | {"type": "llama3"}
+    source = changed(
+        folder, tmp_path / "source", rope_parameters=None, rope_theta=1e4, rope_scaling=old
+    )
     found = logits(converted(source, tmp_path / "out", "model.residual=baseline"), tokens)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 

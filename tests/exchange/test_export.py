@@ -9,9 +9,9 @@ import torch
 
 import lrattnres
 from lrattnres.config import ConfigError, EvalConfig, parse
+from lrattnres.config.commands import ExportConfig
 from lrattnres.entry import settings
 from lrattnres.evaluation.run import Evaluation, _say_what_goes, evaluate_run
-from lrattnres.exchange.config import ExportConfig
 from lrattnres.exchange.export import _ends, export_run
 from lrattnres.exchange.folder import FolderError, figures
 from lrattnres.runs.checkpoint import Checkpoints
@@ -23,9 +23,29 @@ from tests.test_cli import run
 def trained(tmp_path_factory, texts: Path) -> Path:
     """A finished run of 10 steps."""
     place = tmp_path_factory.mktemp("exported")
-    model = ["model.layers=2", "model.dim=16", "model.heads=2", "model.mlp_width=24", "model.context=32"]
-    size = ["steps=10", "global_batch=8", "micro_batch=4", "model.residual=p_lr", "model.rank=4", "model.blocks=2"]
-    rest = ["optimizer.warmup=2", "evaluation.tokens=500", "data=files", f"data.root={texts}", f"runs={place}", "name=run"]
+    model = [
+        "model.layers=2",
+        "model.dim=16",
+        "model.heads=2",
+        "model.mlp_width=24",
+        "model.context=32",
+    ]
+    size = [
+        "steps=10",
+        "global_batch=8",
+        "micro_batch=4",
+        "model.residual=p_lr",
+        "model.rank=4",
+        "model.blocks=2",
+    ]
+    rest = [
+        "optimizer.warmup=2",
+        "evaluation.tokens=500",
+        "data=files",
+        f"data.root={texts}",
+        f"runs={place}",
+        "name=run",
+    ]
     run("train.py", "experiment=demo", "threads=1", *model, *size, *rest)
     return place / "run"
 
@@ -41,20 +61,27 @@ def test_an_exported_model_has_the_runs_loss(trained: Path, exported: Path) -> N
     run("eval.py", f"run={exported}", "threads=1")
     before = json.loads((trained / "summary.json").read_text())
     after = json.loads((exported / "evaluation" / "step_000010.json").read_text())
-    assert after["val_loss"] == pytest.approx(before["val_loss"], abs=1e-6) and after["val_tokens"] == 500
+    assert (
+        after["val_loss"] == pytest.approx(before["val_loss"], abs=1e-6)
+        and after["val_tokens"] == 500
+    )
     with pytest.raises(ConfigError, match=r"step=5: .* was exported at step 10"):
         evaluate_run(parse(EvalConfig, {"run": str(exported), "step": 5}))
     with pytest.raises(ConfigError, match="threads=0: must be at least 1"):
         evaluate_run(parse(EvalConfig, {"run": str(exported), "threads": 0}))
     card = (exported / "README.md").read_text()
     assert f"{before['val_loss']:.6g}" in card and "p_lr" in card
-    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in exported.iterdir() if path.is_file()}
+    modes = {
+        path.name: oct(path.stat().st_mode & 0o777) for path in exported.iterdir() if path.is_file()
+    }
     assert len(set(modes.values())) == 1, modes
 
 
 def test_figures_are_of_training_and_of_a_later_evaluation(tmp_path: Path) -> None:
     (tmp_path / "evaluation").mkdir()
-    (tmp_path / "metrics.jsonl").write_text('{"step": 9, "loss": 3}\n{"step": 10, "loss": 2, "tokens": 7, "val_loss": 2.5}\n')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 9, "loss": 3}\n{"step": 10, "loss": 2, "tokens": 7, "val_loss": 2.5}\n'
+    )
     assert figures(tmp_path, 10) == {"step": 10, "loss": 2, "tokens": 7, "val_loss": 2.5}
     (tmp_path / "evaluation" / "step_000010.json").write_text('{"step": 10, "val_loss": 2.25}')
     assert figures(tmp_path, 10) == {"step": 10, "loss": 2, "tokens": 7, "val_loss": 2.25}
@@ -75,7 +102,9 @@ def test_what_an_evaluation_replaces_is_said(tmp_path: Path) -> None:
         result = Evaluation(RunFolder(tmp_path), 10, True, {"step": 10}, diagnostics)
         _say_what_goes(result, said.append)
         result.write()
-    assert said == [f"{tmp_path}/evaluation/step_000010.diagnostics.json: replaced; before: tokens 300"]
+    assert said == [
+        f"{tmp_path}/evaluation/step_000010.diagnostics.json: replaced; before: tokens 300"
+    ]
 
 
 def test_load_gives_the_weights_of_the_checkpoint(trained: Path, exported: Path) -> None:
@@ -106,7 +135,9 @@ def test_a_damaged_folder_is_refused(exported: Path, tmp_path: Path) -> None:
     tree = json.loads((copy / "config.json").read_text())
     tree["lrattnres"]["model"]["dim"] = 32
     (copy / "config.json").write_text(json.dumps(tree))
-    with pytest.raises(FolderError, match=r"embedding.weight: \(257, 16\) in the file, \(257, 32\) wanted"):
+    with pytest.raises(
+        FolderError, match=r"embedding.weight: \(257, 16\) in the file, \(257, 32\) wanted"
+    ):
         lrattnres.load(copy)
     tree["lrattnres"]["model"]["layrs"] = 2
     (copy / "config.json").write_text(json.dumps(tree))

@@ -12,12 +12,24 @@ from lrattnres.exchange.folder import write_model
 from lrattnres.model.attention import BACKENDS
 from lrattnres.model.transformer import Transformer, build_model
 
-transformers = pytest.importorskip("transformers", reason="the interface is that of transformers, the extra [transformers]")
+transformers = pytest.importorskip(
+    "transformers", reason="the interface is that of transformers, the extra [transformers]"
+)
 CPU = torch.device("cpu")
 SIZES = {"layers": 2, "dim": 16, "heads": 4, "mlp_width": 24, "context": 24, "vocabulary": 61}
 MODELS = {
     "p_lr": ModelConfig("p_lr", 4, 2, **SIZES),
-    "tied": ModelConfig("delta", None, None, **SIZES, kv_heads=2, gains=True, qk_norm=QKNorm.gains, tied=True, gate=True),
+    "tied": ModelConfig(
+        "delta",
+        None,
+        None,
+        **SIZES,
+        kv_heads=2,
+        gains=True,
+        qk_norm=QKNorm.gains,
+        tied=True,
+        gate=True,
+    ),
 }
 
 
@@ -25,7 +37,9 @@ def far(config: ModelConfig) -> Transformer:
     """A model with weights far from their start."""
     model = build_model(config, seed=0, device=CPU, attention=BACKENDS["sdpa"], dtype=torch.float32)
     for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.4, generator=torch.Generator().manual_seed(parameter.numel()))
+        torch.nn.init.normal_(
+            parameter, std=0.4, generator=torch.Generator().manual_seed(parameter.numel())
+        )
     return model.requires_grad_(False)
 
 
@@ -36,14 +50,19 @@ def written(config: ModelConfig, path: Path) -> Path:
 
 
 def from_pretrained(path: Path, **words):
-    return transformers.AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True, **words).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        path, trust_remote_code=True, **words
+    ).eval()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _modules(tmp_path_factory):
     """transformers copies the code of a folder into a cache of its own; not the person's."""
     module = transformers.dynamic_module_utils
-    before, module.HF_MODULES_CACHE = module.HF_MODULES_CACHE, str(tmp_path_factory.mktemp("modules"))
+    before, module.HF_MODULES_CACHE = (
+        module.HF_MODULES_CACHE,
+        str(tmp_path_factory.mktemp("modules")),
+    )
     yield
     module.HF_MODULES_CACHE = before
 
@@ -67,21 +86,34 @@ def test_it_is_the_same_model(tmp_path: Path, name: str) -> None:
     assert sum(p.numel() for p in theirs.parameters()) == sum(p.numel() for p in ours.parameters())
     theirs.save_pretrained(tmp_path / "saved")
     again = lrattnres.load(tmp_path / "saved")
-    assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), ours.state_dict().values(), strict=True))
-    torch.testing.assert_close(from_pretrained(tmp_path / "saved")(tokens).logits, expected, atol=1e-5, rtol=1e-5)
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(again.state_dict().values(), ours.state_dict().values(), strict=True)
+    )
+    torch.testing.assert_close(
+        from_pretrained(tmp_path / "saved")(tokens).logits, expected, atol=1e-5, rtol=1e-5
+    )
     half = from_pretrained(folder, dtype=torch.bfloat16)(tokens).logits
-    assert half.dtype == torch.bfloat16 and (half.float() - expected).abs().max() < 0.2 * expected.abs().max()
+    assert (
+        half.dtype == torch.bfloat16
+        and (half.float() - expected).abs().max() < 0.2 * expected.abs().max()
+    )
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_nothing(model, side: str) -> None:
     rows = [torch.randint(1, 61, (length,)) for length in (3, 9, 6)]
     padded = torch.stack(
-        [torch.nn.functional.pad(row, (9 - len(row), 0) if side == "left" else (0, 9 - len(row))) for row in rows]
+        [
+            torch.nn.functional.pad(row, (9 - len(row), 0) if side == "left" else (0, 9 - len(row)))
+            for row in rows
+        ]
     )
     result = model(padded, attention_mask=(padded > 0).long()).logits
     for row, whole, tokens in zip(rows, result, padded, strict=True):
-        torch.testing.assert_close(whole[tokens > 0], model(row[None]).logits[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            whole[tokens > 0], model(row[None]).logits[0], atol=1e-5, rtol=1e-5
+        )
 
 
 def greedily(model, row: torch.Tensor, count: int) -> list[int]:
@@ -93,12 +125,23 @@ def greedily(model, row: torch.Tensor, count: int) -> list[int]:
 def test_generate_writes_what_greedy_decoding_writes(model) -> None:
     rows = [torch.randint(1, 61, (length,)) for length in (3, 7)]
     padded = torch.stack([torch.nn.functional.pad(row, (7 - len(row), 0)) for row in rows])
-    found = model.generate(padded, attention_mask=(padded > 0).long(), max_new_tokens=5, do_sample=False, eos_token_id=None)
+    found = model.generate(
+        padded,
+        attention_mask=(padded > 0).long(),
+        max_new_tokens=5,
+        do_sample=False,
+        eos_token_id=None,
+    )
     for row, tokens in zip(rows, found, strict=True):
         assert tokens[-5:].tolist() == greedily(model, row, 5)
     ends = greedily(model, rows[1], 5)[1]
-    stopped = model.generate(rows[1][None], max_new_tokens=5, do_sample=False, eos_token_id=ends, pad_token_id=0)
-    assert stopped[0, 7:].tolist() == greedily(model, rows[1], 5)[: greedily(model, rows[1], 5).index(ends) + 1]
+    stopped = model.generate(
+        rows[1][None], max_new_tokens=5, do_sample=False, eos_token_id=ends, pad_token_id=0
+    )
+    assert (
+        stopped[0, 7:].tolist()
+        == greedily(model, rows[1], 5)[: greedily(model, rows[1], 5).index(ends) + 1]
+    )
 
 
 def test_what_would_be_wrong_is_refused(model) -> None:
@@ -113,14 +156,21 @@ def test_what_would_be_wrong_is_refused(model) -> None:
         model(tokens, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]))
 
 
-def test_a_model_from_a_configuration_alone_is_drawn_and_a_damaged_folder_is_not(tmp_path: Path) -> None:
+def test_a_model_from_a_configuration_alone_is_drawn_and_a_damaged_folder_is_not(
+    tmp_path: Path,
+) -> None:
     from safetensors.torch import load_file, save_file
 
     folder = written(MODELS["p_lr"], tmp_path)
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
     drawn = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=True)
-    ours = build_model(MODELS["p_lr"], seed=0, device=CPU, attention=BACKENDS["sdpa"], dtype=torch.float32)
-    assert all(torch.equal(a, b) for a, b in zip(drawn.model.state_dict().values(), ours.state_dict().values(), strict=True))
+    ours = build_model(
+        MODELS["p_lr"], seed=0, device=CPU, attention=BACKENDS["sdpa"], dtype=torch.float32
+    )
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(drawn.model.state_dict().values(), ours.state_dict().values(), strict=True)
+    )
     weights = load_file(folder / "model.safetensors")
     weights.pop("head.weight")
     save_file(weights, folder / "model.safetensors", {"format": "pt"})

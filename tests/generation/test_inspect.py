@@ -1,4 +1,4 @@
-"""scripts/inspect.py: its α are those of the queries and keys themselves, and its name disturbs nobody."""
+"""scripts/inspect_text.py: its α are those of the queries and keys themselves, and its name disturbs nobody."""
 
 import io
 import json
@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from lrattnres.config import ConfigError, DepthConfig, EvalConfig
+from lrattnres.config.commands import InspectConfig
 from lrattnres.data.packing import segments
 from lrattnres.entry import settings
 from lrattnres.evaluation.load import load_run
 from lrattnres.evaluation.reads import depth_reads
 from lrattnres.report.inspection import inspect_run
 from lrattnres.report.reads import visible
-from lrattnres.use_config import InspectConfig
 from tests.model.test_decoder import SEPARATOR, drawn, make
 from tests.paths import ROOT
 
@@ -25,7 +25,10 @@ from tests.paths import ROOT
 def keys_of(model, tokens) -> list[list[torch.Tensor]]:
     """Per site, the keys [T, r] of its sources in float64, from the sub-layers' outputs alone (p_lr in blocks)."""
     outputs, dim = [], model.config.dim
-    hooks = [layer.register_forward_hook(lambda module, given, output: outputs.append(output[0])) for layer in model.sublayers]
+    hooks = [
+        layer.register_forward_hook(lambda module, given, output: outputs.append(output[0]))
+        for layer in model.sublayers
+    ]
     model(tokens, model.mask(segments(tokens, SEPARATOR), *tokens.shape))
     for hook in hooks:
         hook.remove()
@@ -33,7 +36,9 @@ def keys_of(model, tokens) -> list[list[torch.Tensor]]:
     normal = [key / (key.square().mean(-1, keepdim=True) + 2.0**-23).sqrt() for key in emitted]
     first = (model.embedding(tokens)[0] @ model.router.embedding_key.weight.T).double()
     groups = [model.router.plan.sources(site)[1:] for site in model.router.plan.sites]
-    return [[first, *(sum(normal[i - 1] for i in members) for members in group)] for group in groups]
+    return [
+        [first, *(sum(normal[i - 1] for i in members) for members in group)] for group in groups
+    ]
 
 
 def test_alpha_against_queries_and_keys(tiny_model_config) -> None:
@@ -47,7 +52,8 @@ def test_alpha_against_queries_and_keys(tiny_model_config) -> None:
             rows = [key[token].tolist() for key in keys]
             norms = [math.sqrt(sum(x * x for x in row) / 4 + 2.0**-23) for row in rows]
             scores = [
-                math.exp(sum(q * x for q, x in zip(query, row, strict=True)) / n) for row, n in zip(rows, norms, strict=True)
+                math.exp(sum(q * x for q, x in zip(query, row, strict=True)) / n)
+                for row, n in zip(rows, norms, strict=True)
             ]
             expected = [score / sum(scores) for score in scores]
             assert found[site][token].tolist() == pytest.approx(expected, abs=1e-5)
@@ -64,7 +70,9 @@ def test_several_heads_are_read_as_their_mean(tiny_model_config) -> None:
 
 
 def look(trained, *words: str, standard_input: str = ""):
-    return inspect_run(settings(InspectConfig, [f"run={trained}", *words]), io.StringIO(standard_input))
+    return inspect_run(
+        settings(InspectConfig, [f"run={trained}", *words]), io.StringIO(standard_input)
+    )
 
 
 def test_what_is_written(trained, tmp_path) -> None:
@@ -76,15 +84,26 @@ def test_what_is_written(trained, tmp_path) -> None:
     assert [entry["token"] for entry in record["tokens"]] == tokens.tolist()
     assert [entry["text"] for entry in record["tokens"][-3:]] == ["\t", "\\xc3", "\\xa9"]
     found = depth_reads(run.model, tokens, 256, documents=True)
-    assert [(site["site"], site["feeds"]) for site in record["sites"]] == [(2, "mlp"), (3, "attention"), (4, "mlp"), (5, "head")]
+    assert [(site["site"], site["feeds"]) for site in record["sites"]] == [
+        (2, "mlp"),
+        (3, "attention"),
+        (4, "mlp"),
+        (5, "head"),
+    ]
     assert record["sites"][-1]["sources"] == ["embedding", "1-2", "3-4"]
     for site in record["sites"]:
-        torch.testing.assert_close(torch.tensor(site["weights"]), found[site["site"]], rtol=0, atol=1e-6)
-    assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in ("tokens.png", "sites.png"))
+        torch.testing.assert_close(
+            torch.tensor(site["weights"]), found[site["site"]], rtol=0, atol=1e-6
+        )
+    assert all(
+        (out / name).read_bytes().startswith(b"\x89PNG") for name in ("tokens.png", "sites.png")
+    )
     file = tmp_path / "text.txt"
     file.write_bytes(text.encode())
     again = look(trained, f"file={file}", "sites=2,head", "first=3", "shown=5")
-    assert again == trained / "inspection" and json.loads((again / "reads.json").read_text()) == record
+    assert (
+        again == trained / "inspection" and json.loads((again / "reads.json").read_text()) == record
+    )
 
 
 def test_refusals(trained, tmp_path) -> None:
@@ -106,23 +125,22 @@ def test_labels_show_what_cannot_be_seen() -> None:
     assert visible("x" * 40).endswith("…")
 
 
-SEARCHES = """
-import sys; sys.path.insert(0, {scripts!r})
-import inspect
-assert inspect.__file__ != {scripts!r} + "/inspect.py" and inspect.signature(print)
-assert sys.modules["inspect"] is inspect and sys.path[0] == {scripts!r}
-import dataclasses
-"""
-
-
-def test_the_name_of_the_script_disturbs_no_other_script() -> None:
-    code = SEARCHES.format(scripts=str(ROOT / "scripts"))
-    subprocess.run([sys.executable, "-S", "-c", code], check=True, timeout=60)
-
-
 def test_the_command_as_it_is_written(trained, tmp_path) -> None:
-    words = ["scripts/inspect.py", f"run={trained}", "text=the router reads", f"out={tmp_path}/look", "threads=1"]
+    words = [
+        "scripts/inspect_text.py",
+        f"run={trained}",
+        "text=the router reads",
+        f"out={tmp_path}/look",
+        "threads=1",
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-    found = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, env=environment, timeout=120)
+    found = subprocess.run(
+        [sys.executable, *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
+    )
     assert found.returncode == 0 and "α of 17 tokens at 4 sites" in found.stdout, found.stderr
     assert (tmp_path / "look" / "reads.json").exists()

@@ -57,13 +57,19 @@ class Cut:
         return b"".join(self.pieces[token] for token in tokens)
 
 
-@given(st.text("abä€", max_size=25), st.lists(st.text("abä€", min_size=1, max_size=4), max_size=3), st.integers(0, 10**6))
+@given(
+    st.text("abä€", max_size=25),
+    st.lists(st.text("abä€", min_size=1, max_size=4), max_size=3),
+    st.integers(0, 10**6),
+)
 def test_the_cuts_between_tokens_do_not_matter(text: str, stop: list[str], seed: int) -> None:
     raw, choose = text.encode(), random.Random(seed)
     cuts = sorted(choose.sample(range(len(raw) + 1), min(4, len(raw) + 1)))
     pieces = [raw[a:b] for a, b in zip([0, *cuts], [*cuts, len(raw)], strict=True)]
     stream = TextStream(Cut(pieces), stop)
-    assert "".join([stream.push(token) for token in range(len(pieces))] + [stream.close()]) == first_stop(text, stop)
+    assert "".join(
+        [stream.push(token) for token in range(len(pieces))] + [stream.close()]
+    ) == first_stop(text, stop)
 
 
 def test_of_two_stop_texts_in_one_token_the_first_complete_one_counts() -> None:

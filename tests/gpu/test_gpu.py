@@ -3,11 +3,14 @@
 import pytest
 import torch
 
-from lrattnres.depth.router import VARIANTS
 from lrattnres.model.attention import BACKENDS, choose_attention
 from lrattnres.model.transformer import build_model
+from lrattnres.residual.router import VARIANTS
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 
 @pytest.mark.parametrize("documents", [False, True])

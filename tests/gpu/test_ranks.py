@@ -20,11 +20,23 @@ from tests.distributed.launch import launch
 
 STEPS = 5
 CONFIG = OptimizerConfig(muon_lr=0.02, adam_lr=0.01, warmup=1, momentum_rise=1, momentum_fall=1)
-MODEL = ModelConfig(residual="p_lr", rank=8, blocks=2, layers=4, dim=256, heads=4, mlp_width=704, context=64, vocabulary=512)
+MODEL = ModelConfig(
+    residual="p_lr",
+    rank=8,
+    blocks=2,
+    layers=4,
+    dim=256,
+    heads=4,
+    mlp_width=704,
+    context=64,
+    vocabulary=512,
+)
 
 
 def build(device: str) -> Transformer:
-    return build_model(MODEL, seed=3, device=torch.device(device), attention=BACKENDS["sdpa"], dtype=torch.float32)
+    return build_model(
+        MODEL, seed=3, device=torch.device(device), attention=BACKENDS["sdpa"], dtype=torch.float32
+    )
 
 
 def train(model: Transformer, optimizer: MuonAdam) -> None:
@@ -59,8 +71,14 @@ def compare(rank: int, folder: Path, device: str) -> tuple[float, dict[str, int]
     for parameter in model.parameters():
         parameter.data.zero_()
     checkpoints.at(1).load({"model": dict(model.state_dict())})
-    assert all(torch.equal(tensor.full_tensor(), saved[name]) for name, tensor in model.state_dict().items())
-    far = [(saved[name] - other).norm() / (other - start[name]).norm() for name, other in alone.named_parameters()]
+    assert all(
+        torch.equal(tensor.full_tensor(), saved[name])
+        for name, tensor in model.state_dict().items()
+    )
+    far = [
+        (saved[name] - other).norm() / (other - start[name]).norm()
+        for name, other in alone.named_parameters()
+    ]
     return max(far).item(), optimizer.work()
 
 

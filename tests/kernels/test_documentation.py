@@ -9,8 +9,14 @@ from tests.paths import ROOT
 
 
 def test_the_examples_run() -> None:
-    calls, block = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "depth_attention.md").read_text(), re.DOTALL)
-    values, keys, query = [torch.randn(2, 3, 64) for _ in range(3)], [torch.randn(2, 3, 64) for _ in range(3)], torch.randn(64)
+    calls, block = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "depth_attention.md").read_text(), re.DOTALL
+    )
+    values, keys, query = (
+        [torch.randn(2, 3, 64) for _ in range(3)],
+        [torch.randn(2, 3, 64) for _ in range(3)],
+        torch.randn(64),
+    )
     names = {"values": values, "keys": keys, "query": query}
     exec(calls, names)
     assert torch.equal(names["h"], depth_attention(query, values, keys, normalize=True))

@@ -2,8 +2,14 @@
 
 import pytest
 
-from lrattnres.depth.groups import Step, backward_traffic, cheapest, forward_traffic, steps
-from lrattnres.depth.plan import DepthPlan
+from lrattnres.residual.fused.schedule import (
+    Step,
+    backward_traffic,
+    cheapest,
+    forward_traffic,
+    steps,
+)
+from lrattnres.residual.plan import DepthPlan
 
 pytest.importorskip("triton")
 
@@ -26,14 +32,25 @@ def read_forward(a: dict) -> tuple[int, int]:
     """(values, scalars) in elements, each tensor once."""
     summed = [*a["addend"][0], a["total"]] if a["ADDEND"] else []
     wide = [*a["values"][0], *a["keys"][0], *a["parts"][0], *summed, a["out"], *a["mixtures"]]
-    return elements(wide), elements([a["scalars"], a["weights"], *a["stats"]]) + elements(x[0] for x in a["part_stats"])
+    return elements(wide), elements([a["scalars"], a["weights"], *a["stats"]]) + elements(
+        x[0] for x in a["part_stats"]
+    )
 
 
 def read_backward(a: dict) -> tuple[int, int]:
     given = [*chosen(a["value_in"], a["VALUE_IN"]), *chosen(a["key_in"], a["KEY_IN"])]
     sources = [tensor for name in ("values", "keys", "d_values", "d_keys") for tensor in a[name][0]]
-    wide = [*a["upstream"][0], *a["out"][0], *sources, *given, *([a["d_hidden"]] if a["EMIT"] else [])]
-    score = a["scalars"][..., : a["K"]], a["beta"][..., : a["K"]]  # of a slice that is not the last, the rows are longer
+    wide = [
+        *a["upstream"][0],
+        *a["out"][0],
+        *sources,
+        *given,
+        *([a["d_hidden"]] if a["EMIT"] else []),
+    ]
+    score = (
+        a["scalars"][..., : a["K"]],
+        a["beta"][..., : a["K"]],
+    )  # of a slice that is not the last, the rows are longer
     return elements(wide), elements([*score, a["stats"], *a["later_stats"], a["d_stats"]])
 
 
@@ -41,7 +58,11 @@ def query_gradient(a: dict) -> tuple[int, int]:
     return elements(key[:, : a["RANK"]] for key in a["keys"][0]), elements([a["beta"]])
 
 
-TOUCHES = {"read_forward": read_forward, "read_backward": read_backward, "query_gradient": query_gradient}
+TOUCHES = {
+    "read_forward": read_forward,
+    "read_backward": read_backward,
+    "query_gradient": query_gradient,
+}
 
 
 def per_token(found: list[Launch]) -> tuple[float, float]:

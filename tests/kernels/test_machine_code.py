@@ -24,7 +24,13 @@ KERNELS = ("read_forward", "read_backward", "query_gradient")
 def compiled(capability: int, wanted: tuple[str, ...], **operator) -> dict[str, dict[str, int]]:
     """In a process of its own: under the interpreter nothing is compiled."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", PROGRAM, json.dumps([capability, wanted]), json.dumps(operator)]
+    command = [
+        sys.executable,
+        "-c",
+        PROGRAM,
+        json.dumps([capability, wanted]),
+        json.dumps(operator),
+    ]
     process = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert process.returncode == 0, process.stderr
     return json.loads(process.stdout)
@@ -50,20 +56,46 @@ def test_completing_a_read_is_bound_by_memory(rank: int) -> None:
 
 def test_opening_a_group_of_the_papers_model() -> None:
     """N = 8: eight sources for six sites."""
-    found = compiled(90, ("read_forward",), owned=8, parts=0, later=5, addend=True, passes=True, dim=1024, rank=32)
+    found = compiled(
+        90,
+        ("read_forward",),
+        owned=8,
+        parts=0,
+        later=5,
+        addend=True,
+        passes=True,
+        dim=1024,
+        rank=32,
+    )
     check(found)
     assert found["read_forward"]["instructions"] < 400 * (8 + 2 + 6)
 
 
 # The largest operators of each granularity's groups, and of keys of full width. A backward launch takes 16 sources.
-LARGEST = [(4, 13, 32), (9, 7, 32), (16, 7, 32), (16, 3, 32), (3, 17, 32), (8, 6, 1024), (4, 12, 1024)]
+LARGEST = [
+    (4, 13, 32),
+    (9, 7, 32),
+    (16, 7, 32),
+    (16, 3, 32),
+    (3, 17, 32),
+    (8, 6, 1024),
+    (4, 12, 1024),
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize(("owned", "sites", "rank"), LARGEST)
 def test_no_kernel_spills(owned: int, sites: int, rank: int, capability: int) -> None:
-    operator = {"owned": owned, "parts": 0, "later": sites - 1, "addend": True, "passes": True, "dim": 1024, "rank": rank}
+    operator = {
+        "owned": owned,
+        "parts": 0,
+        "later": sites - 1,
+        "addend": True,
+        "passes": True,
+        "dim": 1024,
+        "rank": rank,
+    }
     found = compiled(capability, KERNELS, **operator)
     check(found)
     if (owned, sites) == (8, 6):
@@ -73,5 +105,13 @@ def test_no_kernel_spills(owned: int, sites: int, rank: int, capability: int) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_projected_keys_spill_nothing(capability: int) -> None:
-    operator = {"owned": 8, "parts": 0, "later": 5, "addend": True, "passes": True, "dim": 1024, "rank": 32}
+    operator = {
+        "owned": 8,
+        "parts": 0,
+        "later": 5,
+        "addend": True,
+        "passes": True,
+        "dim": 1024,
+        "rank": 32,
+    }
     check(compiled(capability, KERNELS, **operator, separate=True))

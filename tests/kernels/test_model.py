@@ -7,20 +7,28 @@ import torch
 import torch.nn.functional as F
 
 from lrattnres.config import Routing
-from lrattnres.depth.router import VARIANTS
 from lrattnres.kernels.backends import KERNELS
 from lrattnres.model.attention import BACKENDS
 from lrattnres.model.transformer import Transformer, build_model
+from lrattnres.residual.router import VARIANTS
 from tests.kernels.test_triton import DEVICE
 from tests.test_cli import comparable, run
 
-CASES = [(name, None) for name in VARIANTS if VARIANTS[name].keys] + [("s_lr", Routing.add), ("p_lr", Routing.add)]
+CASES = [(name, None) for name in VARIANTS if VARIANTS[name].keys] + [
+    ("s_lr", Routing.add),
+    ("p_lr", Routing.add),
+]
 
 
 def pair(config, **changes) -> tuple[Transformer, Transformer]:
     models = []
     for kernels in ("triton", "reference"):
-        arguments = {"seed": 0, "device": DEVICE, "attention": BACKENDS["sdpa"], "dtype": torch.float32} | changes
+        arguments = {
+            "seed": 0,
+            "device": DEVICE,
+            "attention": BACKENDS["sdpa"],
+            "dtype": torch.float32,
+        } | changes
         models.append(build_model(config, kernels=KERNELS[kernels], **arguments))
     torch.nn.init.normal_(models[1].router.queries, std=0.5)
     models[0].load_state_dict(models[1].state_dict())
@@ -41,19 +49,31 @@ def assert_same(first: list[torch.Tensor], second: list[torch.Tensor], tolerance
 
 @pytest.mark.parametrize("blocks", [None, 1, 2, 3, 4, 8])
 @pytest.mark.parametrize(("residual", "routing"), CASES)
-def test_a_model_with_kernels_is_the_model(tiny_model_config, residual: str, routing: Routing | None, blocks: int | None) -> None:
-    config = dataclasses.replace(tiny_model_config(residual=residual, blocks=blocks, layers=4), routing=routing)
+def test_a_model_with_kernels_is_the_model(
+    tiny_model_config, residual: str, routing: Routing | None, blocks: int | None
+) -> None:
+    config = dataclasses.replace(
+        tiny_model_config(residual=residual, blocks=blocks, layers=4), routing=routing
+    )
     kernels, reference = pair(config)
     tokens = torch.randint(31, (2, 12), device=DEVICE)
     assert sum(step.opens for step in kernels.router.steps) < len(reference.router.steps)
     assert_same(outcome(kernels, tokens), outcome(reference, tokens), 2e-5)
 
 
-SLOW = [pytest.param(name, blocks, marks=pytest.mark.slow) for name in ("attn_res", "p_lr", "delta") for blocks in (None, 3)]
+SLOW = [
+    pytest.param(name, blocks, marks=pytest.mark.slow)
+    for name in ("attn_res", "p_lr", "delta")
+    for blocks in (None, 3)
+]
 
 
-@pytest.mark.parametrize(("residual", "blocks"), [("s_lr", 3), pytest.param("s_lr", None, marks=pytest.mark.slow), *SLOW])
-def test_a_compiled_model_is_one_graph_and_the_same(tiny_model_config, residual: str, blocks: int | None) -> None:
+@pytest.mark.parametrize(
+    ("residual", "blocks"), [("s_lr", 3), pytest.param("s_lr", None, marks=pytest.mark.slow), *SLOW]
+)
+def test_a_compiled_model_is_one_graph_and_the_same(
+    tiny_model_config, residual: str, blocks: int | None
+) -> None:
     torch._dynamo.reset()
     kernels, reference = pair(tiny_model_config(residual=residual, blocks=blocks, layers=4))
     tokens = torch.randint(31, (2, 12), device=DEVICE)
@@ -62,7 +82,9 @@ def test_a_compiled_model_is_one_graph_and_the_same(tiny_model_config, residual:
 
 
 @pytest.mark.parametrize("blocks", [None, 4])
-def test_the_backward_graph_adds_no_gradients_of_sources(tiny_model_config, blocks: int | None) -> None:
+def test_the_backward_graph_adds_no_gradients_of_sources(
+    tiny_model_config, blocks: int | None
+) -> None:
     """Every source's gradient is handed from operator to operator: nothing is left for autograd to add, or to fill with zeros."""
     from torch._dynamo.backends.common import aot_autograd
 
@@ -74,10 +96,17 @@ def test_the_backward_graph_adds_no_gradients_of_sources(tiny_model_config, bloc
         return graph
 
     model, _ = pair(tiny_model_config(blocks=blocks, layers=4))
-    model.compile(fullgraph=True, backend=aot_autograd(fw_compiler=lambda graph, example: graph, bw_compiler=keep))
+    model.compile(
+        fullgraph=True,
+        backend=aot_autograd(fw_compiler=lambda graph, example: graph, bw_compiler=keep),
+    )
     outcome(model, torch.randint(31, (2, 12), device=DEVICE))
     (graph,) = graphs
-    filled = [node for node in graph.graph.nodes if node.target in (torch.ops.aten.zeros.default, torch.ops.aten.full.default)]
+    filled = [
+        node
+        for node in graph.graph.nodes
+        if node.target in (torch.ops.aten.zeros.default, torch.ops.aten.full.default)
+    ]
     wide = [node for node in filled if node.meta["val"].shape == (2, 12, 16)]
     added = [
         node
@@ -96,7 +125,9 @@ def test_activation_checkpointing_of_sublayers(tiny_model_config) -> None:
     kernels, reference = pair(tiny_model_config(layers=4))
     for sublayer in kernels.sublayers:
         forward = sublayer.forward
-        sublayer.forward = lambda x, context, forward=forward: checkpoint(forward, x, context, use_reentrant=False)
+        sublayer.forward = lambda x, context, forward=forward: checkpoint(
+            forward, x, context, use_reentrant=False
+        )
     tokens = torch.randint(31, (2, 12), device=DEVICE)
     assert_same(outcome(kernels, tokens), outcome(reference, tokens), 2e-5)
 
@@ -109,7 +140,9 @@ def test_bfloat16_models_agree(tiny_model_config) -> None:
 
 
 def test_training_with_either_gives_the_same_losses(tiny_run, tmp_path) -> None:
-    settings = tiny_run("steps=3", "optimizer.warmup=1", "instruments.depth=1", "evaluation.every=null")
+    settings = tiny_run(
+        "steps=3", "optimizer.warmup=1", "instruments.depth=1", "evaluation.every=null"
+    )
     losses = []
     for kernels in ("triton", "reference"):
         output = run("train.py", *settings, f"kernels={kernels}", f"name={kernels}")

@@ -13,20 +13,33 @@ from tests.paths import ROOT
 
 @pytest.fixture
 def rivals(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "scripts")
+    monkeypatch.syspath_prepend(ROOT / "bench")
     import rivals
 
     return rivals
 
 
-def mixed(values: torch.Tensor, query: torch.Tensor, gain: torch.Tensor | float, eps: float, scale: float = 1.0) -> torch.Tensor:
+def mixed(
+    values: torch.Tensor,
+    query: torch.Tensor,
+    gain: torch.Tensor | float,
+    eps: float,
+    scale: float = 1.0,
+) -> torch.Tensor:
     keys = values[..., -query.shape[0] :].float()
     logits = (F.rms_norm(keys, keys.shape[-1:], eps=eps) * gain) @ query.float() * scale
     return (logits.softmax(0).unsqueeze(-1) * values.float()).sum(0)
 
 
 def fused_attnres(
-    query, residuals, rms_weight, output_rms_weight=None, rms_eps=1e-6, scale=1.0, return_weights=False, checkpoint_level=1
+    query,
+    residuals,
+    rms_weight,
+    output_rms_weight=None,
+    rms_eps=1e-6,
+    scale=1.0,
+    return_weights=False,
+    checkpoint_level=1,
 ):  # of fla-core 0.6.0
     out = mixed(torch.stack(list(residuals)), query, rms_weight, rms_eps, scale)
     return F.rms_norm(out, out.shape[-1:], output_rms_weight, rms_eps).to(residuals[0].dtype)
@@ -53,7 +66,9 @@ def test_each_is_asked_for_what_ours_computes(rivals, monkeypatch, name: str) ->
     monkeypatch.setitem(sys.modules, rival.module, module)
     values = [torch.randn(5, 16).bfloat16() for _ in range(3)]
     query = torch.randn(rival.rank(4, 16)).to(rival.query)
-    truth = depth_attention(query.double(), [value.double() for value in values], normalize=True, kernels="reference")
+    truth = depth_attention(
+        query.double(), [value.double() for value in values], normalize=True, kernels="reference"
+    )
     assert (rival.load()(query, values) - truth).norm() < 1e-2 * truth.norm()
 
     setattr(module, rival.function, lambda values: values)

@@ -2,24 +2,26 @@
 
 import pytest
 import torch
+from tests.config.test_config import composed
 from torch.distributed.tensor import distribute_tensor
 
-from lrattnres.checks import resolve
+from lrattnres.config.checks import resolve
+from lrattnres.distributed.parallel import Parallel, parallelize, start_parallel
 from lrattnres.kernels.backends import KERNELS
 from lrattnres.model.attention import BACKENDS
 from lrattnres.model.transformer import build_model
-from lrattnres.training.parallel import Parallel, parallelize, start_parallel
 from tests.distributed.launch import launch
 from tests.kernels.test_triton import DEVICE
 from tests.test_cli import comparable, run
-from tests.test_config import composed
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def gradients(rank: int, settings: list[str], kernels: str, device: torch.device) -> dict[str, torch.Tensor]:
+def gradients(
+    rank: int, settings: list[str], kernels: str, device: torch.device
+) -> dict[str, torch.Tensor]:
     """Of a loss summed over four windows, of which every rank takes its share; queries are not zero."""
     config, _ = resolve(composed(*settings))
     parallel = start_parallel(config) if config.parallel.mode.name != "none" else Parallel()
@@ -30,7 +32,11 @@ def gradients(rank: int, settings: list[str], kernels: str, device: torch.device
     with torch.no_grad():
         queries = model.router.queries
         values = torch.linspace(-1, 1, queries.numel(), device=device).view(queries.shape)
-        queries.copy_(distribute_tensor(values, queries.device_mesh, queries.placements) if parallel.mesh else values)
+        queries.copy_(
+            distribute_tensor(values, queries.device_mesh, queries.placements)
+            if parallel.mesh
+            else values
+        )
     tokens = torch.arange(4 * 16, device=device).view(4, 16) % 31
     for _ in range(2):  # the second pass meets shards that were gathered and freed before
         model.zero_grad()
@@ -59,7 +65,9 @@ def test_two_ranks_with_kernels_are_one_process_without(tiny_run, residual: str)
 @pytest.mark.parametrize("ac", ["selective", "full"])
 def test_recomputation_with_kernels_changes_nothing(tiny_run, ac: str) -> None:
     settings = tiny_run(*SMALL)
-    plain, found = (gradients(0, [*settings, f"ac={mode}"], "triton", DEVICE) for mode in ("none", ac))
+    plain, found = (
+        gradients(0, [*settings, f"ac={mode}"], "triton", DEVICE) for mode in ("none", ac)
+    )
     assert all(torch.equal(found[name], tensor) for name, tensor in plain.items())
     assert_same(found, gradients(0, settings, "reference", torch.device("cpu")))
 
@@ -67,10 +75,29 @@ def test_recomputation_with_kernels_changes_nothing(tiny_run, ac: str) -> None:
 @pytest.mark.slow
 def test_the_demo_trains_with_kernels_as_without(tmp_path) -> None:
     """The model at its real size, as `python train.py experiment=demo kernels=triton`; two steps of two windows."""
-    few = ["steps=2", "global_batch=2", "micro_batch=2", "evaluation.every=null", "evaluation.tokens=256"]
-    rest = ["optimizer.warmup=1", "checkpoint.every=2", "instruments.depth=null", f"runs={tmp_path}"]
+    few = [
+        "steps=2",
+        "global_batch=2",
+        "micro_batch=2",
+        "evaluation.every=null",
+        "evaluation.tokens=256",
+    ]
+    rest = [
+        "optimizer.warmup=1",
+        "checkpoint.every=2",
+        "instruments.depth=null",
+        f"runs={tmp_path}",
+    ]
     losses = []
     for kernels in ("triton", "reference"):
-        run("train.py", "experiment=demo", *few, *rest, f"kernels={kernels}", f"name={kernels}", limit=1800)
+        run(
+            "train.py",
+            "experiment=demo",
+            *few,
+            *rest,
+            f"kernels={kernels}",
+            f"name={kernels}",
+            limit=1800,
+        )
         losses.append([record["loss"] for record in comparable(tmp_path / kernels)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -5,10 +5,10 @@ import torch
 
 from lrattnres.config import DepthConfig, QKNorm, RopeKind, RopeScaling, Routing
 from lrattnres.data.packing import segments
-from lrattnres.depth.router import VARIANTS
 from lrattnres.kernels import reference, stacked
 from lrattnres.model.decoder import Decoder
 from lrattnres.model.transformer import Transformer
+from lrattnres.residual.router import VARIANTS
 from tests.model import test_transformer
 
 SEPARATOR = 30
@@ -40,17 +40,28 @@ ROUTINGS = [(name, None) for name in VARIANTS] + [("s_lr", Routing.add), ("p_lr"
 
 @pytest.mark.parametrize(("residual", "routing"), ROUTINGS)
 @pytest.mark.parametrize(("blocks", "two_phase"), [(None, False), (4, False), (4, True), (1, True)])
-def test_token_by_token_equals_the_whole_window(tiny_model_config, residual, routing, blocks, two_phase) -> None:
-    model = make(tiny_model_config(residual=residual, routing=routing, blocks=blocks, layers=5, context=24))
+def test_token_by_token_equals_the_whole_window(
+    tiny_model_config, residual, routing, blocks, two_phase
+) -> None:
+    model = make(
+        tiny_model_config(residual=residual, routing=routing, blocks=blocks, layers=5, context=24)
+    )
     decoder, tokens = Decoder(model, SEPARATOR, two_phase=two_phase), drawn(3, 24)
     cache = decoder.cache(3)
-    found = torch.cat([decoder.head(decoder.feed(cache, column)) for column in tokens.split(1, dim=1)], dim=1)
+    found = torch.cat(
+        [decoder.head(decoder.feed(cache, column)) for column in tokens.split(1, dim=1)], dim=1
+    )
     torch.testing.assert_close(found, whole(model, tokens), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("residual", "blocks"), [("s_lr", 4), ("delta", None)])
-def test_in_bfloat16_a_whole_model_decodes_to_its_rounding(tiny_model_config, residual, blocks) -> None:
-    model = make(tiny_model_config(residual=residual, blocks=blocks, layers=5, context=24), dtype=torch.bfloat16)
+def test_in_bfloat16_a_whole_model_decodes_to_its_rounding(
+    tiny_model_config, residual, blocks
+) -> None:
+    model = make(
+        tiny_model_config(residual=residual, blocks=blocks, layers=5, context=24),
+        dtype=torch.bfloat16,
+    )
     decoder, tokens = Decoder(model, SEPARATOR), drawn(3, 24)
     cache = decoder.cache(3)
     pieces = tokens.split([9, *[1] * 15], dim=1)
@@ -74,14 +85,19 @@ PRETRAINED = {
 
 @pytest.mark.parametrize("residual", list(VARIANTS))
 @pytest.mark.parametrize(
-    "options", [PRETRAINED, {"depth": DepthConfig(heads=2, learned_scale=True)}], ids=["pretrained", "ablated"]
+    "options",
+    [PRETRAINED, {"depth": DepthConfig(heads=2, learned_scale=True)}],
+    ids=["pretrained", "ablated"],
 )
 def test_models_of_other_makes(tiny_model_config, residual, options) -> None:
     """As a converted model is, and with routing that no grouped read computes."""
     model = make(tiny_model_config(residual=residual, context=24, **options))
     decoder, tokens = Decoder(model, SEPARATOR), drawn(2, 24)
     cache = decoder.cache(2)
-    found = torch.cat([decoder.head(decoder.feed(cache, piece)) for piece in tokens.split([9, *[1] * 15], dim=1)], dim=1)
+    found = torch.cat(
+        [decoder.head(decoder.feed(cache, piece)) for piece in tokens.split([9, *[1] * 15], dim=1)],
+        dim=1,
+    )
     torch.testing.assert_close(found, whole(model, tokens), rtol=1e-5, atol=1e-5)
 
 
@@ -95,10 +111,14 @@ def test_prompts_of_unequal_length(tiny_model_config, residual, blocks, document
     counts = torch.tensor([1, 13, 7, 14])
     cache = decoder.cache(4)
     prompts = tokens[:, :14].clone()
-    prompts[torch.arange(14) >= counts.unsqueeze(1)] = SEPARATOR  # padding that would restart attention, if it were seen
+    prompts[torch.arange(14) >= counts.unsqueeze(1)] = (
+        SEPARATOR  # padding that would restart attention, if it were seen
+    )
     hidden = decoder.feed(cache, prompts, counts)
     for row, count in enumerate(counts):
-        torch.testing.assert_close(decoder.head(hidden[row, :count]), expected[row, :count], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            decoder.head(hidden[row, :count]), expected[row, :count], rtol=1e-5, atol=1e-5
+        )
     for _ in range(10):
         next_tokens = tokens.gather(1, cache.lengths.unsqueeze(1))
         here = expected[torch.arange(4), cache.lengths]
@@ -111,7 +131,13 @@ def test_a_piece_may_have_any_length(tiny_model_config) -> None:
     model = make(tiny_model_config(residual="p_lr", context=24))
     decoder, tokens = Decoder(model, SEPARATOR), drawn(2, 24)
     cache = decoder.cache(2)
-    found = torch.cat([decoder.head(decoder.feed(cache, piece)) for piece in tokens.split([5, 1, 9, 2, 1, 6], dim=1)], dim=1)
+    found = torch.cat(
+        [
+            decoder.head(decoder.feed(cache, piece))
+            for piece in tokens.split([5, 1, 9, 2, 1, 6], dim=1)
+        ],
+        dim=1,
+    )
     torch.testing.assert_close(found, whole(model, tokens), rtol=1e-5, atol=1e-5)
 
 
@@ -140,7 +166,11 @@ def test_weights_are_shared_and_the_model_stays_what_it_was(tiny_model_config) -
     decoder = Decoder(model, SEPARATOR)
     before = whole(model, tokens := drawn(1, 12))
     assert decoder.head.weight.data_ptr() == model.head.weight.data_ptr()
-    assert decoder.one.router.queries.data_ptr() == decoder.many.router.queries.data_ptr() == model.router.queries.data_ptr()
+    assert (
+        decoder.one.router.queries.data_ptr()
+        == decoder.many.router.queries.data_ptr()
+        == model.router.queries.data_ptr()
+    )
     decoder.feed(decoder.cache(1), tokens)
     assert torch.equal(whole(model, tokens), before)
 
@@ -154,14 +184,21 @@ def test_stacked_reads_equal_the_reference(dtype, rank, projected) -> None:
     queries, addend = torch.randn(3, rank), torch.randn(2, 1, 16).to(dtype)
     wide = [value.double() for value in values], [key.double() for key in keys]
     read = {"normalize": True, "passes": False}
-    first, truth = stacked.read(queries, values, keys, **read), reference.read(queries, *wide, **read)
+    first, truth = (
+        stacked.read(queries, values, keys, **read),
+        reference.read(queries, *wide, **read),
+    )
     newest = torch.randn(2, 1, 16).to(dtype)
     emitted = [torch.randn(2, 1, rank).to(dtype)] if projected else []
     second = stacked.read(queries[1:2], [newest], emitted, addend, [first.parts[0]], **read)
     doubles = [key.double() for key in emitted]
-    true_second = reference.read(queries[1:2], [newest.double()], doubles, addend.double(), [truth.parts[0]], **read)
+    true_second = reference.read(
+        queries[1:2], [newest.double()], doubles, addend.double(), [truth.parts[0]], **read
+    )
     close = {"rtol": 1e-5, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     for found, expected in ((first, truth), (second, true_second)):
         assert found.out.dtype is dtype
         torch.testing.assert_close(found.out.double(), expected.out, **close)
-    torch.testing.assert_close(first.parts[1].mixture.double(), truth.parts[1].mixture, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        first.parts[1].mixture.double(), truth.parts[1].mixture, rtol=1e-5, atol=1e-5
+    )

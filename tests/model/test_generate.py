@@ -6,17 +6,20 @@ import numpy as np
 import pytest
 import torch
 
-from lrattnres.depth.router import VARIANTS
 from lrattnres.model.decoder import Decoder
 from lrattnres.model.generate import Generation, room
 from lrattnres.model.sampling import Dice, Sampling, choose, probabilities
+from lrattnres.residual.router import VARIANTS
 from tests.model.test_decoder import SEPARATOR, make, whole
 
 
 def naive(logits: list[float], temperature=1.0, top_k=None, top_p=None, min_p=None) -> list[float]:
     """The same in plain Python: a list of (probability, token), cut step by step."""
     weights = [math.exp((logit - max(logits)) / temperature) for logit in logits]
-    left = sorted(((w / sum(weights), token) for token, w in enumerate(weights)), key=lambda pair: (-pair[0], pair[1]))
+    left = sorted(
+        ((w / sum(weights), token) for token, w in enumerate(weights)),
+        key=lambda pair: (-pair[0], pair[1]),
+    )
     if top_k is not None:
         left = left[:top_k]
     if top_p is not None:
@@ -99,7 +102,12 @@ def continued(decoder: Decoder, prompts, **options) -> list[list[int]]:
     return texts
 
 
-PROMPTS = [[SEPARATOR, 3, 4, 5], [SEPARATOR], [SEPARATOR, 7, SEPARATOR, 8, 9, 1, 2], [SEPARATOR, *range(13)]]
+PROMPTS = [
+    [SEPARATOR, 3, 4, 5],
+    [SEPARATOR],
+    [SEPARATOR, 7, SEPARATOR, 8, 9, 1, 2],
+    [SEPARATOR, *range(13)],
+]
 
 
 @pytest.mark.parametrize("residual", list(VARIANTS))
@@ -121,7 +129,10 @@ def test_a_text_depends_on_seed_and_sample_and_not_on_the_batch(tiny_model_confi
     assert [continued(decoder, [prompt], seed=5)[0] for prompt in PROMPTS] == together
     assert continued(decoder, PROMPTS, seed=6) != together
     samples = [4, 3, 2, 1]
-    apart = [continued(decoder, [p], seed=5, samples=[sample])[0] for p, sample in zip(PROMPTS, samples, strict=True)]
+    apart = [
+        continued(decoder, [p], seed=5, samples=[sample])[0]
+        for p, sample in zip(PROMPTS, samples, strict=True)
+    ]
     assert continued(decoder, PROMPTS, seed=5, samples=samples) == apart
     first, second, again = continued(decoder, [PROMPTS[0]] * 3, seed=5, samples=[0, 1, 0])
     assert first == again == together[0] and second != first

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from lrattnres.depth.router import VARIANTS
 from lrattnres.model.attention import BACKENDS, choose_attention
 from lrattnres.model.transformer import Transformer, build_model, initialize
+from lrattnres.residual.router import VARIANTS
 
 CPU = torch.device("cpu")
 
@@ -20,7 +20,9 @@ def make(config, dtype=torch.float32, backend="sdpa") -> Transformer:
     return model.requires_grad_(False)
 
 
-def logits(model: Transformer, tokens: torch.Tensor, documents: torch.Tensor | None = None) -> torch.Tensor:
+def logits(
+    model: Transformer, tokens: torch.Tensor, documents: torch.Tensor | None = None
+) -> torch.Tensor:
     return model(tokens, model.mask(documents, *tokens.shape))
 
 
@@ -69,7 +71,9 @@ def test_sequences_of_a_batch_do_not_meet(tiny_model_config, residual: str) -> N
     tokens = torch.randint(31, (4, 12))
     together = logits(model, tokens)
     for row in range(4):
-        torch.testing.assert_close(logits(model, tokens[row : row + 1])[0], together[row], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            logits(model, tokens[row : row + 1])[0], together[row], rtol=1e-4, atol=1e-4
+        )
 
 
 def test_rotation_is_of_interleaved_pairs_and_relative() -> None:
@@ -79,13 +83,21 @@ def test_rotation_is_of_interleaved_pairs_and_relative() -> None:
     x = torch.randn(1, 6, 1, 4)
     turned = torch.view_as_complex(x.unflatten(-1, (2, 2)).contiguous())
     angles = torch.arange(6.0)[:, None] * torch.tensor([1.0, 500_000.0**-0.5])
-    truth = torch.view_as_real(turned * torch.polar(torch.ones_like(angles), angles)[None, :, None]).flatten(-2)
+    truth = torch.view_as_real(
+        turned * torch.polar(torch.ones_like(angles), angles)[None, :, None]
+    ).flatten(-2)
     torch.testing.assert_close(rotate(x, cosines, sines), truth)
 
 
 def test_equal_names_start_equal_in_every_variant(tiny_model_config) -> None:
     models = [
-        build_model(tiny_model_config(residual=name), seed=3, device=CPU, attention=BACKENDS["sdpa"], dtype=torch.float32)
+        build_model(
+            tiny_model_config(residual=name),
+            seed=3,
+            device=CPU,
+            attention=BACKENDS["sdpa"],
+            dtype=torch.float32,
+        )
         for name in ("baseline", "s_lr", "delta")
     ]
     states = [model.state_dict() for model in models]
@@ -131,7 +143,9 @@ def test_a_backend_that_cannot_train_here_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("residual", ["baseline", "attn_res", "p_lr"])
-def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(tiny_model_config, residual: str) -> None:
+def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(
+    tiny_model_config, residual: str
+) -> None:
     config = tiny_model_config(residual=residual)
     exact, low = make(config), make(config, torch.bfloat16)
     low.load_state_dict(exact.state_dict())
@@ -153,7 +167,9 @@ def test_observers_see_every_site_and_change_nothing(tiny_model_config) -> None:
     assert torch.equal(observed, model(tokens, mask))
 
 
-SLOW_TO_COMPILE = [pytest.param(name, marks=pytest.mark.slow) for name in ("baseline", "attn_res", "s_lr", "delta")]
+SLOW_TO_COMPILE = [
+    pytest.param(name, marks=pytest.mark.slow) for name in ("baseline", "attn_res", "s_lr", "delta")
+]
 
 
 @pytest.mark.parametrize("residual", ["p_lr", *SLOW_TO_COMPILE])

@@ -28,9 +28,12 @@ def relative(found: torch.Tensor, truth: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize(
-    ("file", "residual", "rank", "blocks"), [("baseline", "baseline", None, None), ("p_lr_blocks2_rank4", "p_lr", 4, 2)]
+    ("file", "residual", "rank", "blocks"),
+    [("baseline", "baseline", None, None), ("p_lr_blocks2_rank4", "p_lr", 4, 2)],
 )
-def test_logits_losses_and_gradients(file: str, residual: str, rank: int | None, blocks: int | None) -> None:
+def test_logits_losses_and_gradients(
+    file: str, residual: str, rank: int | None, blocks: int | None
+) -> None:
     with np.load(VECTORS / f"{file}.npz") as vectors:
         recorded = dict(vectors)
     sizes = {"layers": 4, "dim": 32, "heads": 4, "mlp_width": 48, "context": 24, "vocabulary": 97}

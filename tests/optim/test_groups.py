@@ -28,17 +28,28 @@ class Model(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(11, 8)
         self.head = nn.Linear(8, 11, bias=False)
-        self.sublayers = nn.ModuleList(Sublayer(*sizes, dim=8, emit=2) for _ in range(2) for sizes in ((24, 8), (24, 12)))
+        self.sublayers = nn.ModuleList(
+            Sublayer(*sizes, dim=8, emit=2) for _ in range(2) for sizes in ((24, 8), (24, 12))
+        )
         self.router = Router(4, 8, 2)
 
 
 def test_every_parameter_has_one_owner() -> None:
     model = Model()
     owned = assign(model)
-    assert [name for name, _ in owned["adam"]] == ["embedding.weight", "head.weight", "router.queries"]
+    assert [name for name, _ in owned["adam"]] == [
+        "embedding.weight",
+        "head.weight",
+        "router.queries",
+    ]
     assert len(owned["muon"]) == 4 * 2 + 1
-    assert sum(parameter.numel() for _, parameter in owned["muon"]) == 4 * 24 * 8 + 2 * 10 * 8 + 2 * 10 * 12 + 2 * 8
-    assert {id(parameter) for pairs in owned.values() for _, parameter in pairs} == {id(p) for p in model.parameters()}
+    assert (
+        sum(parameter.numel() for _, parameter in owned["muon"])
+        == 4 * 24 * 8 + 2 * 10 * 8 + 2 * 10 * 12 + 2 * 8
+    )
+    assert {id(parameter) for pairs in owned.values() for _, parameter in pairs} == {
+        id(p) for p in model.parameters()
+    }
     pairs = assign(model.named_parameters(remove_duplicate=False))
     assert [name for name, _ in pairs["muon"]] == [name for name, _ in owned["muon"]]
 
@@ -101,7 +112,10 @@ def test_frozen_parameters_are_named() -> None:
 def test_muon_owns_matrices_only() -> None:
     model = Model()
     model.get_submodule("sublayers.1.input").weight = nn.Parameter(torch.ones(3, 4, 5))
-    with pytest.raises(ValueError, match=r"sublayers.1.input.weight: Muon updates matrices, and this has shape \(3, 4, 5\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"sublayers.1.input.weight: Muon updates matrices, and this has shape \(3, 4, 5\)",
+    ):
         assign(model)
 
 

@@ -36,7 +36,10 @@ def naive(matrix: Tensor, rows: Any, margin: float) -> Tensor:
 @pytest.mark.parametrize("orthogonalizer", Orthogonalizer)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_singular_values_come_near_one_and_vectors_stay(
-    shape: tuple[int, int], orthogonalizer: Orthogonalizer, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, int],
+    orthogonalizer: Orthogonalizer,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(muon, "iteration_dtype", lambda device: dtype)
     matrices = stack(shape) * torch.tensor([1e-4, 1.0, 1e4])[:, None, None]
@@ -55,7 +58,9 @@ def test_singular_values_come_near_one_and_vectors_stay(
 def test_polar_express_is_nearer_to_the_polar_factor() -> None:
     matrices = stack((40, 24))
     u, _, vh = torch.linalg.svd(matrices.double(), full_matrices=False)
-    newton, polar = ((muon.orthogonalize(matrices, kind, 5).double() - u @ vh).norm() for kind in RANGES)
+    newton, polar = (
+        (muon.orthogonalize(matrices, kind, 5).double() - u @ vh).norm() for kind in RANGES
+    )
     assert polar < 0.6 * newton
 
 
@@ -88,7 +93,9 @@ def test_the_polar_express_table_follows_from_its_derivation() -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("orthogonalizer", Orthogonalizer)
-def test_a_stack_equals_its_matrices_one_at_a_time(shape: tuple[int, int], orthogonalizer: Orthogonalizer) -> None:
+def test_a_stack_equals_its_matrices_one_at_a_time(
+    shape: tuple[int, int], orthogonalizer: Orthogonalizer
+) -> None:
     matrices = stack(shape, 5)
     together = muon.orthogonalize(matrices, orthogonalizer, 5)
     alone = torch.cat([muon.orthogonalize(matrix[None], orthogonalizer, 5) for matrix in matrices])
@@ -98,7 +105,9 @@ def test_a_stack_equals_its_matrices_one_at_a_time(shape: tuple[int, int], ortho
 
 
 @pytest.mark.parametrize("orthogonalizer", Orthogonalizer)
-def test_a_zero_matrix_gives_zero_and_leaves_its_neighbours_alone(orthogonalizer: Orthogonalizer) -> None:
+def test_a_zero_matrix_gives_zero_and_leaves_its_neighbours_alone(
+    orthogonalizer: Orthogonalizer,
+) -> None:
     matrices = stack((6, 4), 2)
     matrices[1] = 0.0
     result = muon.orthogonalize(matrices, orthogonalizer, 5)
@@ -129,19 +138,31 @@ def test_cautious_decay_entry_by_entry() -> None:
     decays = [[1, 0, 0], [0, 1, 0], [0, 0, 0]]
     for cautious in (True, False):
         expected = [
-            [w - 0.5 * 0.25 * w * (d if cautious else 1) - 0.5 * u for w, u, d in zip(*rows, strict=True)]
+            [
+                w - 0.5 * 0.25 * w * (d if cautious else 1) - 0.5 * u
+                for w, u, d in zip(*rows, strict=True)
+            ]
             for rows in zip(weight.tolist(), update.tolist(), decays, strict=True)
         ]
         moved = weight.clone()
-        muon.apply_updates([moved], update[None], scale=1.0, lr=0.5, weight_decay=0.25, cautious=cautious)
+        muon.apply_updates(
+            [moved], update[None], scale=1.0, lr=0.5, weight_decay=0.25, cautious=cautious
+        )
         assert moved.tolist() == expected
 
 
 @pytest.mark.parametrize(("shape", "scale"), [((16, 4), 2.0), ((4, 16), 1.0), ((9, 9), 1.0)])
-def test_the_update_is_scaled_by_the_aspect_and_the_decay_is_not(shape: tuple[int, int], scale: float) -> None:
+def test_the_update_is_scaled_by_the_aspect_and_the_decay_is_not(
+    shape: tuple[int, int], scale: float
+) -> None:
     weight = torch.ones(shape)
     muon.apply_updates(
-        [weight], torch.ones(1, *shape), scale=muon.update_scale(*shape), lr=0.5, weight_decay=0.25, cautious=False
+        [weight],
+        torch.ones(1, *shape),
+        scale=muon.update_scale(*shape),
+        lr=0.5,
+        weight_decay=0.25,
+        cautious=False,
     )
     assert torch.equal(weight, torch.full(shape, 1.0 - 0.125 - 0.5 * scale))
 

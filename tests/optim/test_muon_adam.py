@@ -31,7 +31,10 @@ Parameters = dict[str, nn.Parameter]
 
 def fresh() -> Parameters:
     generator = torch.Generator().manual_seed(1)
-    return {name: nn.Parameter(0.3 * torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
+    return {
+        name: nn.Parameter(0.3 * torch.randn(shape, generator=generator))
+        for name, shape in SHAPES.items()
+    }
 
 
 def give_gradients(parameters: Parameters, step: int) -> None:
@@ -54,7 +57,9 @@ def build(parameters: Parameters, **changes: Any) -> MuonAdam:
 def test_adam_is_torchs_adam_to_the_bit() -> None:
     ours, theirs = fresh(), fresh()
     optimizer = build(ours)
-    reference = torch.optim.Adam([theirs[name] for name in ADAM], betas=(0.9, 0.95), eps=1e-8, fused=True)
+    reference = torch.optim.Adam(
+        [theirs[name] for name in ADAM], betas=(0.9, 0.95), eps=1e-8, fused=True
+    )
     for step in range(STEPS):
         train(optimizer, ours, step, step + 1)
         give_gradients(theirs, step)
@@ -69,7 +74,9 @@ def test_adam_is_torchs_adam_to_the_bit() -> None:
 def test_adam_agrees_with_torchs_plain_loop() -> None:
     ours, theirs = fresh(), fresh()
     optimizer = build(ours)
-    reference = torch.optim.Adam([theirs[name] for name in ADAM], betas=(0.9, 0.95), eps=1e-8, foreach=False)
+    reference = torch.optim.Adam(
+        [theirs[name] for name in ADAM], betas=(0.9, 0.95), eps=1e-8, foreach=False
+    )
     for step in range(STEPS):
         train(optimizer, ours, step, step + 1)
         give_gradients(theirs, step)
@@ -79,7 +86,9 @@ def test_adam_agrees_with_torchs_plain_loop() -> None:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-6, atol=1e-7)
 
 
-def exact_newton_schulz(grad: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+def exact_newton_schulz(
+    grad: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> Tensor:
     """What torch.optim.Muon calls, on singular values in float64, in place of its bfloat16."""
     a, b, c = coefficients
     u, s, vh = torch.linalg.svd(grad.double(), full_matrices=False)
@@ -111,7 +120,9 @@ def test_muon_is_torchs_muon(exact: bool, monkeypatch: pytest.MonkeyPatch) -> No
 def test_all_state_is_there_at_once() -> None:
     tensors = build(fresh()).tensors()
     moments = {f"{name}.{moment}" for name in ADAM for moment in ("exp_avg", "exp_avg_sq", "step")}
-    assert set(tensors) == moments | {f"{name}.momentum_buffer" for name in SHAPES if name not in ADAM}
+    assert set(tensors) == moments | {
+        f"{name}.momentum_buffer" for name in SHAPES if name not in ADAM
+    }
     for key, tensor in tensors.items():
         name, moment = key.rsplit(".", 1)
         assert tensor.shape == (() if moment == "step" else SHAPES[name])
@@ -123,7 +134,10 @@ def test_a_run_cut_in_half_continues_to_the_bit(through: str, tmp_path: Path) ->
     whole = fresh()
     optimizer = build(whole)
     train(optimizer, whole, 0, 4)
-    saved = {"parameters": whole, "state": optimizer.tensors() if through == "tensors" else optimizer.state_dict()}
+    saved = {
+        "parameters": whole,
+        "state": optimizer.tensors() if through == "tensors" else optimizer.state_dict(),
+    }
     torch.save(saved, tmp_path / "half.pt")
     train(optimizer, whole, 4, STEPS)
 
@@ -140,7 +154,9 @@ def test_a_run_cut_in_half_continues_to_the_bit(through: str, tmp_path: Path) ->
     for name in SHAPES:
         assert torch.equal(whole[name], half[name])
     expected = optimizer.tensors()
-    assert {key for key, tensor in second.tensors().items() if torch.equal(tensor, expected[key])} == set(expected)
+    assert {
+        key for key, tensor in second.tensors().items() if torch.equal(tensor, expected[key])
+    } == set(expected)
 
 
 def test_loaded_state_lands_where_the_parameters_are() -> None:
@@ -167,7 +183,9 @@ def test_a_missing_gradient_is_named_and_changes_nothing() -> None:
     give_gradients(parameters, 0)
     parameters["head.weight"].grad = parameters["sublayers.1.output.weight"].grad = None
     optimizer.set_step(0)
-    with pytest.raises(RuntimeError, match=r"no gradient for sublayers.1.output.weight, head.weight;"):
+    with pytest.raises(
+        RuntimeError, match=r"no gradient for sublayers.1.output.weight, head.weight;"
+    ):
         optimizer.step()
     for name, start in fresh().items():
         assert torch.equal(parameters[name], start)
@@ -187,11 +205,15 @@ def test_every_step_is_set() -> None:
 
 def test_the_schedule_is_readable_and_a_pure_function_of_the_step() -> None:
     optimizer = build(fresh())
-    assert (optimizer.lr_muon, optimizer.lr_adam, optimizer.momentum) == pytest.approx((0.02 / 3, 0.01 / 3, 0.85))
+    assert (optimizer.lr_muon, optimizer.lr_adam, optimizer.momentum) == pytest.approx(
+        (0.02 / 3, 0.01 / 3, 0.85)
+    )
     for step in (9, 5, 9):
         optimizer.set_step(step)
         factor, m = (0.1, 0.85) if step == 9 else (1.0, 0.95)
-        assert (optimizer.lr_muon, optimizer.lr_adam, optimizer.momentum) == pytest.approx((factor * 0.02, factor * 0.01, m))
+        assert (optimizer.lr_muon, optimizer.lr_adam, optimizer.momentum) == pytest.approx(
+            (factor * 0.02, factor * 0.01, m)
+        )
     assert optimizer.iteration_dtype == torch.float32
 
 
@@ -203,11 +225,18 @@ def test_iterations_without_coefficients_raise_at_the_start() -> None:
 def test_it_learns() -> None:
     """Every parameter is pulled to a target of its own, which a wrong sign or scale anywhere would not reach."""
     parameters = fresh()
-    optimizer = MuonAdam(parameters.items(), dataclasses.replace(CONFIG, muon_lr=0.1, adam_lr=0.1), 200)
-    target = {name: torch.randn(shape, generator=torch.Generator().manual_seed(7)) for name, shape in SHAPES.items()}
+    optimizer = MuonAdam(
+        parameters.items(), dataclasses.replace(CONFIG, muon_lr=0.1, adam_lr=0.1), 200
+    )
+    target = {
+        name: torch.randn(shape, generator=torch.Generator().manual_seed(7))
+        for name, shape in SHAPES.items()
+    }
     errors = []
     for step in range(200):
-        loss = torch.stack([(parameters[name] - target[name]).square().mean() for name in SHAPES]).sum()
+        loss = torch.stack(
+            [(parameters[name] - target[name]).square().mean() for name in SHAPES]
+        ).sum()
         optimizer.zero_grad()
         loss.backward()
         optimizer.set_step(step)

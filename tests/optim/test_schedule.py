@@ -32,12 +32,23 @@ def preset(name: str, **changes: Any) -> OptimizerConfig:
     ],
 )
 def test_the_papers_learning_rate(step: int, factor: float) -> None:
-    assert learning_rate_factor(step, preset("paper"), PAPER_STEPS) == pytest.approx(factor, abs=1e-15)
+    assert learning_rate_factor(step, preset("paper"), PAPER_STEPS) == pytest.approx(
+        factor, abs=1e-15
+    )
 
 
 @pytest.mark.parametrize(
     ("step", "value"),
-    [(0, 0.85), (150, 0.90), (300, 0.95), (301, 0.95), (38_045, 0.95), (38_046, 0.949), (38_095, 0.90), (38_145, 0.85)],
+    [
+        (0, 0.85),
+        (150, 0.90),
+        (300, 0.95),
+        (301, 0.95),
+        (38_045, 0.95),
+        (38_046, 0.949),
+        (38_095, 0.90),
+        (38_145, 0.85),
+    ],
 )
 def test_the_papers_momentum(step: int, value: float) -> None:
     assert momentum(step, preset("paper"), PAPER_STEPS) == pytest.approx(value, abs=1e-15)
@@ -59,10 +70,14 @@ def test_ramps_of_no_steps_are_left_out() -> None:
 
 def test_ramps_that_meet_reach_the_peak_and_the_lower_of_two_that_overlap_holds() -> None:
     meet = preset("paper", warmup=8, momentum_rise=5, momentum_fall=4)
-    assert [learning_rate_factor(step, meet, 10) for step in (6, 7, 8)] == pytest.approx([7 / 8, 1.0, 0.55])
+    assert [learning_rate_factor(step, meet, 10) for step in (6, 7, 8)] == pytest.approx(
+        [7 / 8, 1.0, 0.55]
+    )
     assert [momentum(step, meet, 10) for step in (4, 5, 6)] == pytest.approx([0.93, 0.95, 0.925])
     overlap = preset("paper", warmup=20, momentum_rise=20, momentum_fall=20)
-    assert [learning_rate_factor(step, overlap, 10) for step in (0, 8, 9)] == pytest.approx([0.05, 0.45, 0.1])
+    assert [learning_rate_factor(step, overlap, 10) for step in (0, 8, 9)] == pytest.approx(
+        [0.05, 0.45, 0.1]
+    )
     assert [momentum(step, overlap, 10) for step in (4, 9)] == pytest.approx([0.87, 0.85])
 
 
@@ -75,10 +90,30 @@ def test_a_step_outside_the_run_raises(value: Any, step: int) -> None:
 
 def test_the_presets_say_what_the_paper_says() -> None:
     paper = preset("paper")
-    assert (paper.muon_lr, paper.adam_lr, paper.warmup, paper.warmdown, paper.final) == (1e-3, 3e-4, 2000, 0.2, 0.1)
-    assert (paper.momentum_low, paper.momentum, paper.momentum_rise, paper.momentum_fall) == (0.85, 0.95, 300, 100)
-    assert (paper.muon_weight_decay, paper.adam_beta1, paper.adam_beta2, paper.clip) == (0.1, 0.9, 0.95, 1.0)
-    assert (paper.cautious, paper.iterations, paper.orthogonalizer.name) == (True, 5, "polar_express")
+    assert (paper.muon_lr, paper.adam_lr, paper.warmup, paper.warmdown, paper.final) == (
+        1e-3,
+        3e-4,
+        2000,
+        0.2,
+        0.1,
+    )
+    assert (paper.momentum_low, paper.momentum, paper.momentum_rise, paper.momentum_fall) == (
+        0.85,
+        0.95,
+        300,
+        100,
+    )
+    assert (paper.muon_weight_decay, paper.adam_beta1, paper.adam_beta2, paper.clip) == (
+        0.1,
+        0.9,
+        0.95,
+        1.0,
+    )
+    assert (paper.cautious, paper.iterations, paper.orthogonalizer.name) == (
+        True,
+        5,
+        "polar_express",
+    )
 
 
 def test_the_demos_preset_fits_a_run_of_300_steps() -> None:

@@ -24,13 +24,35 @@ from tests.distributed.launch import launch
 STEPS = 6
 CONFIG = OptimizerConfig(muon_lr=0.02, adam_lr=0.01, warmup=3, momentum_rise=2, momentum_fall=2)
 # Matrices of 66, 26, 54 and 4 rows: over 3 ranks some shards are short, one is empty.
-UNEVEN = ModelConfig(residual="p_lr", rank=4, blocks=2, layers=3, dim=22, heads=1, mlp_width=27, context=8, vocabulary=31)
-EVEN = ModelConfig(residual="s_lr", rank=4, blocks=None, layers=4, dim=16, heads=2, mlp_width=24, context=8, vocabulary=32)
+UNEVEN = ModelConfig(
+    residual="p_lr",
+    rank=4,
+    blocks=2,
+    layers=3,
+    dim=22,
+    heads=1,
+    mlp_width=27,
+    context=8,
+    vocabulary=31,
+)
+EVEN = ModelConfig(
+    residual="s_lr",
+    rank=4,
+    blocks=None,
+    layers=4,
+    dim=16,
+    heads=2,
+    mlp_width=24,
+    context=8,
+    vocabulary=32,
+)
 ADAM = ("embedding.weight", "head.weight", "router.queries")
 
 
 def build(config: ModelConfig) -> Transformer:
-    return build_model(config, seed=3, device=torch.device("cpu"), attention=BACKENDS["sdpa"], dtype=torch.float32)
+    return build_model(
+        config, seed=3, device=torch.device("cpu"), attention=BACKENDS["sdpa"], dtype=torch.float32
+    )
 
 
 def shard(model: Transformer, mesh: DeviceMesh) -> None:
@@ -56,14 +78,19 @@ def train(model: Transformer, optimizer: MuonAdam) -> dict[str, Tensor]:
         optimizer.set_step(step)
         optimizer.step()
     tensors = dict(model.named_parameters()) | optimizer.tensors()
-    return {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
+    return {
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
 
 
-def differences(rank: int, shape: tuple[int, ...], sharded: bool) -> tuple[dict[str, float], int, int]:
+def differences(
+    rank: int, shape: tuple[int, ...], sharded: bool
+) -> tuple[dict[str, float], int, int]:
     """Name -> largest difference from one process where there is any; how many names, and rows of the smallest shard."""
     model, alone, mesh = build(UNEVEN), build(UNEVEN), mesh_of(shape)
     expected = train(alone, MuonAdam(alone, CONFIG, STEPS))
@@ -87,7 +114,9 @@ def test_every_update_is_that_of_one_process(shape: tuple[int, ...], sharded: bo
     results = launch(differences, torch.Size(shape).numel(), shape, sharded)
     for different, count, _ in results:
         assert count > 30
-        assert all(name.startswith(ADAM) and most < 1e-8 for name, most in different.items()), different
+        assert all(name.startswith(ADAM) and most < 1e-8 for name, most in different.items()), (
+            different
+        )
         assert sharded or not different
     if shape == (3,):
         assert min(smallest for *_, smallest in results) == 0
@@ -112,7 +141,9 @@ def measure(rank: int, shape: tuple[int, ...]) -> dict[str, int]:
         shard(model, mesh_of(shape))
     optimizer, sent, collective = MuonAdam(model, CONFIG, STEPS), 0, distributed.all_to_all_single
 
-    def counted(output: Tensor, rows: Tensor, received: list[int], given: list[int], **how: Any) -> Any:
+    def counted(
+        output: Tensor, rows: Tensor, received: list[int], given: list[int], **how: Any
+    ) -> Any:
         nonlocal sent
         sent += (sum(given) - given[rank]) * rows.shape[1] * rows.element_size()
         return collective(output, rows, received, given, **how)
@@ -126,27 +157,41 @@ def measure(rank: int, shape: tuple[int, ...]) -> dict[str, int]:
 
 
 def test_work_and_bytes_of_a_rank_fall_with_the_ranks() -> None:
-    matrices = [parameter.numel() for name, parameter in build(EVEN).named_parameters() if name.startswith("sublayers")]
+    matrices = [
+        parameter.numel()
+        for name, parameter in build(EVEN).named_parameters()
+        if name.startswith("sublayers")
+    ]
     size, whole = 4 * sum(matrices), launch(measure, 1, (1,))[0]
-    assert whole["matrices"] == len(matrices) == 16 and whole["bytes_sent"] == whole["seen_bytes"] == 0
+    assert (
+        whole["matrices"] == len(matrices) == 16 and whole["bytes_sent"] == whole["seen_bytes"] == 0
+    )
     for shape in ((2,), (4,), (2, 2)):
         world, shards = torch.Size(shape).numel(), shape[-1]
         # A rank's rows of the matrices that its replica owns, but for those it owns itself; then a copy of each matrix
         # it owns to every replica, but for the rows that it keeps.
-        there, back = Fraction(shards - 1, shards * world), Fraction(world // shards, world) - Fraction(1, shards * world)
+        there, back = (
+            Fraction(shards - 1, shards * world),
+            Fraction(world // shards, world) - Fraction(1, shards * world),
+        )
         for rank in launch(measure, world, shape):
             assert rank["matrices"] == 16 / world
             assert rank["flops"] == rank["seen_flops"] == whole["seen_flops"] / world
             assert rank["bytes_sent"] == rank["seen_bytes"] == size * (there + back)
             assert shape == (2, 2) or rank["bytes_sent"] < 2 * size / world
-            print(f"{shape}: {rank['flops']:,} FLOPs and {rank['bytes_sent']:,} bytes of {size:,} for each rank")
+            print(
+                f"{shape}: {rank['flops']:,} FLOPs and {rank['bytes_sent']:,} bytes of {size:,} for each rank"
+            )
 
 
 def test_owners_have_equal_work() -> None:
     assert sharding.owners([5, 1, 1, 1, 1, 1], 2) == [0, 1, 1, 1, 1, 1]
     for costs, world in product(([7, 7, 7, 3, 3, 2], [1] * 9, [4]), (1, 2, 3, 5)):
         chosen = sharding.owners(costs, world)
-        load = [sum(cost for cost, rank in zip(costs, chosen, strict=True) if rank == here) for here in range(world)]
+        load = [
+            sum(cost for cost, rank in zip(costs, chosen, strict=True) if rank == here)
+            for here in range(world)
+        ]
         assert max(load) <= Fraction(4, 3) * max(Fraction(sum(costs), world), max(costs))
 
 

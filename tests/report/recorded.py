@@ -33,10 +33,19 @@ def config(changes: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def records(val_loss: float | None, losses: list[float] | None = None, norms: list[Any] | None = None) -> list[dict[str, Any]]:
+def records(
+    val_loss: float | None, losses: list[float] | None = None, norms: list[Any] | None = None
+) -> list[dict[str, Any]]:
     losses, norms = losses or [4.0, 3.0, 2.5, 2.25], norms or [2.0, 1.0, 0.5, 0.5]
     lines = [
-        {"step": step, "tokens": 32 * step, "loss": loss, "grad_norm": norm, "tokens_per_second": 100.0 * step, "mfu": 0.5}
+        {
+            "step": step,
+            "tokens": 32 * step,
+            "loss": loss,
+            "grad_norm": norm,
+            "tokens_per_second": 100.0 * step,
+            "mfu": 0.5,
+        }
         for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=1)
     ]
     return lines[:2] if val_loss is None else [*lines[:-1], lines[-1] | {"val_loss": val_loss}]
@@ -46,12 +55,26 @@ def diagnostics(peak: float) -> dict[str, Any]:
     """Of full routing: site t has t sources; each but the first gives `peak` - t/100 to the newest."""
     sources = [["embedding", *map(str, range(1, site))] for site in range(1, SITES + 1)]
     values = [None, *(peak - site / 100 for site in range(2, SITES + 1))]
-    means = [None if top is None else [*[(1 - top) / site] * site, top] for site, top in enumerate(values)]
-    return {"tokens": 8, "sources": sources, "mean_weight": means, "largest_weight": values, "effective_sources": values}
+    means = [
+        None if top is None else [*[(1 - top) / site] * site, top]
+        for site, top in enumerate(values)
+    ]
+    return {
+        "tokens": 8,
+        "sources": sources,
+        "mean_weight": means,
+        "largest_weight": values,
+        "effective_sources": values,
+    }
 
 
 def run_folder(
-    folder: Path, val_loss: float | None = 2.0, *, corpus: str = "abc", lines: list[dict[str, Any]] | None = None, **changes: Any
+    folder: Path,
+    val_loss: float | None = 2.0,
+    *,
+    corpus: str = "abc",
+    lines: list[dict[str, Any]] | None = None,
+    **changes: Any,
 ) -> Path:
     """As training leaves it; `changes` are settings with `__` for a dot. val_loss=None: stopped after step 2."""
     folder.mkdir(parents=True)
@@ -61,9 +84,13 @@ def run_folder(
     lines = records(val_loss) if lines is None else lines
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "identity.json").write_text(json.dumps({"corpus": corpus, "tokenizer": "bytes"}))
-    (folder / "environment.json").write_text(json.dumps({"starts": [{"device": "cpu, 1 threads", "ranks": "1"}]}))
+    (folder / "environment.json").write_text(
+        json.dumps({"starts": [{"device": "cpu, 1 threads", "ranks": "1"}]})
+    )
     if val_loss is not None:
-        (folder / "summary.json").write_text(json.dumps({"step": tree["steps"], "val_loss": val_loss}))
+        (folder / "summary.json").write_text(
+            json.dumps({"step": tree["steps"], "val_loss": val_loss})
+        )
     return folder
 
 

@@ -20,19 +20,33 @@ def logged(val_loss: float) -> list[dict[str, Any]]:
     """The rows of `run.scan_history()`: every column in every row, and W&B's own beside them."""
     rows = records(val_loss)
     names = [*sorted({name for row in rows for name in row}), "block_grad_norm"]
-    own = [{"_step": number, "_runtime": 1.5 * number, "_timestamp": 1.7e9 + number} for number in range(len(rows))]
+    own = [
+        {"_step": number, "_runtime": 1.5 * number, "_timestamp": 1.7e9 + number}
+        for number in range(len(rows))
+    ]
     return [
         {name: row.get(name) for name in names} | {"block_grad_norm": [0.5, 1.0]} | mine
         for row, mine in zip(rows, own, strict=True)
     ]
 
 
-def export(folder: Path, tree: dict[str, Any], history: str, text: str, wrapped: bool = False, yaml: bool = False) -> Path:
+def export(
+    folder: Path,
+    tree: dict[str, Any],
+    history: str,
+    text: str,
+    wrapped: bool = False,
+    yaml: bool = False,
+) -> Path:
     folder.mkdir(parents=True)
     own = {"_wandb": {"value": {"cli_version": "0.31.0"}, "desc": None}} if wrapped else {}
-    tree = own | ({key: {"value": value, "desc": None} for key, value in tree.items()} if wrapped else tree)
+    tree = own | (
+        {key: {"value": value, "desc": None} for key, value in tree.items()} if wrapped else tree
+    )
     if yaml:
-        (folder / "config.yaml").write_text("wandb_version: 1\n\n" + "".join(f"{key}: {json.dumps(tree[key])}\n" for key in tree))
+        (folder / "config.yaml").write_text(
+            "wandb_version: 1\n\n" + "".join(f"{key}: {json.dumps(tree[key])}\n" for key in tree)
+        )
     else:
         (folder / "config.json").write_text(json.dumps(tree))
     (folder / history).write_text(text)
@@ -69,14 +83,24 @@ def test_an_export_gives_the_same_table_as_the_run_folder(tmp_path: Path, name: 
     assert faults == unfinished == duplicates == []
     (row,) = [row for row in table1(group).rows if row[0] == "14"]
     assert row[9:12] == ("1.7500", "—", "-0.2500")
-    assert group.notes == ["sliced has no fingerprints of corpus and tokenizer: only their names are known to agree."]
+    assert group.notes == [
+        "sliced has no fingerprints of corpus and tokenizer: only their names are known to agree."
+    ]
     run = read_run(tmp_path / "exports" / "sliced")
-    assert run.series("loss") == read_run(tmp_path / "runs" / "plain").series("loss") and run.records[0]["step"] == 1
+    assert (
+        run.series("loss") == read_run(tmp_path / "runs" / "plain").series("loss")
+        and run.records[0]["step"] == 1
+    )
     assert run.records[0]["block_grad_norm"] == [0.5, 1.0] and "val_loss" not in run.records[0]
 
 
 def test_an_export_of_texts_elsewhere_is_not_taken_for_the_same(tmp_path: Path) -> None:
-    export(tmp_path / "sliced", config({"data.root": "/other"}), "history.json", json.dumps(logged(1.75)))
+    export(
+        tmp_path / "sliced",
+        config({"data.root": "/other"}),
+        "history.json",
+        json.dumps(logged(1.75)),
+    )
     run_folder(tmp_path / "plain", 2.0)
     assert len(compare(find_runs([tmp_path])[0])[0]) == 2
 
@@ -87,21 +111,40 @@ def test_a_chart_of_the_web_page_has_one_metric_and_the_name_of_the_run(tmp_path
     (first, second) = read_history(tmp_path)
     assert first == {"step": 1, "loss": 4.5} and second["step"] == 2 and math.isnan(second["loss"])
     (tmp_path / "history.csv").write_text('"Step","a - loss","b - loss"\n"1","4","3"\n')
-    with pytest.raises(HistoryError, match="two columns are of loss: `a - loss` and `b - loss`; export one run a file"):
+    with pytest.raises(
+        HistoryError,
+        match="two columns are of loss: `a - loss` and `b - loss`; export one run a file",
+    ):
         read_history(tmp_path)
 
 
 def test_of_a_step_that_was_repeated_the_last_values_count(tmp_path: Path) -> None:
-    rows = [{"step": 1, "loss": 4.0}, {"step": 2, "loss": 3.0}, {"step": 2, "loss": 2.0, "mfu": "Infinity"}]
+    rows = [
+        {"step": 1, "loss": 4.0},
+        {"step": 2, "loss": 3.0},
+        {"step": 2, "loss": 2.0, "mfu": "Infinity"},
+    ]
     (tmp_path / "history.json").write_text(json.dumps(rows))
-    assert read_history(tmp_path) == [{"step": 1, "loss": 4.0}, {"step": 2, "loss": 2.0, "mfu": math.inf}]
+    assert read_history(tmp_path) == [
+        {"step": 1, "loss": 4.0},
+        {"step": 2, "loss": 2.0, "mfu": math.inf},
+    ]
     (tmp_path / "history.json").write_text('[{"_step": 1, "loss": 1}]')
     with pytest.raises(HistoryError, match="record 1 has no whole number `step`"):
         read_history(tmp_path)
 
 
-def test_the_folder_of_a_synced_run_has_a_summary_and_says_that_its_history_is_missing(tmp_path: Path) -> None:
-    files = export(tmp_path / "run-20260101_000000-ab12" / "files", config({}), "wandb-summary.json", "", wrapped=True, yaml=True)
+def test_the_folder_of_a_synced_run_has_a_summary_and_says_that_its_history_is_missing(
+    tmp_path: Path,
+) -> None:
+    files = export(
+        tmp_path / "run-20260101_000000-ab12" / "files",
+        config({}),
+        "wandb-summary.json",
+        "",
+        wrapped=True,
+        yaml=True,
+    )
     summary = {"_step": 3, "_wandb": {"runtime": 5}, "step": STEPS, "val_loss": 2.5, "loss": 2.0}
     (files / "wandb-summary.json").write_text(json.dumps(summary))
     (files.parent / "run-ab12.wandb").write_bytes(b"")

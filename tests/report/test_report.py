@@ -30,7 +30,17 @@ from lrattnres.report.tables import added_percent, other_runs, run_list, table1,
 from lrattnres.runs.folder import RunFolder
 from lrattnres.runs.metrics import MetricsFile
 from tests.paths import ROOT
-from tests.report.recorded import DIM, LAYERS, STEPS, WIDTH, config, diagnostics, records, routed, run_folder
+from tests.report.recorded import (
+    DIM,
+    LAYERS,
+    STEPS,
+    WIDTH,
+    config,
+    diagnostics,
+    records,
+    routed,
+    run_folder,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -62,13 +72,27 @@ def test_table_1_is_what_a_pocket_calculator_says(tmp_path: Path) -> None:
     table = table1(group)
     assert table is not None and unfinished == faults == []
     base, sliced, projected, lacking = (cells(table, row) for row in ("01", "14", "06", "08"))
-    assert (base["our loss"], base["our spread"], base["our seeds"]) == ("2.1000", "0.1000", "0, 1, 2")
+    assert (base["our loss"], base["our spread"], base["our seeds"]) == (
+        "2.1000",
+        "0.1000",
+        "0, 1, 2",
+    )
     assert (base["our difference"], base["our tokens"]) == ("+0.0000", "128")
     assert (sliced["our loss"], sliced["our spread"]) == ("1.9800", "0.1131")
-    assert (sliced["our difference"], sliced["our spread of the difference"]) == ("-0.0700", "0.0424")  # -0.10 and -0.04
+    assert (sliced["our difference"], sliced["our spread of the difference"]) == (
+        "-0.0700",
+        "0.0424",
+    )  # -0.10 and -0.04
     assert (sliced["r"], sliced["our r"], sliced["paper: difference"]) == ("64", "4", "-0.0371")
-    assert (projected["our loss"], projected["our difference"]) == ("5.4000", "-0.2000")  # seed 7 has no baseline
-    assert lacking["our seeds"] == "missing" and lacking["paper: loss"] == "2.9501" and lacking["our loss"] == "—"
+    assert (projected["our loss"], projected["our difference"]) == (
+        "5.4000",
+        "-0.2000",
+    )  # seed 7 has no baseline
+    assert (
+        lacking["our seeds"] == "missing"
+        and lacking["paper: loss"] == "2.9501"
+        and lacking["our loss"] == "—"
+    )
     assert any("06 p_lr full r=1 (1 of 2)" in note for note in table.notes)
     assert any("02, 03, 04, 05, 07, 08, 09" in note for note in table.notes)
     # Losses 2.1, 5.4, 1.98 where the paper has 3.0009, 2.9606, 2.9638: ranks 2 3 1 against 3 1 2
@@ -76,32 +100,51 @@ def test_table_1_is_what_a_pocket_calculator_says(tmp_path: Path) -> None:
 
 
 def test_the_papers_added_flops_are_its_own_and_ours_follow_from_the_size() -> None:
-    printed = [row["added_flops_percent"] for row in csv.DictReader((ROOT / "tests/depth/table1.csv").open())]
+    printed = [
+        row["added_flops_percent"]
+        for row in csv.DictReader((ROOT / "tests/residual/table1.csv").open())
+    ]
     assert [row.added_flops_percent for row in TABLE1] == printed
     shape = {"layers": 24, "dim": 1024, "heads": 16, "mlp_width": 2816, "context": 2048}
     for row in TABLE1:
         model = shape | {"residual": row.residual, "blocks": row.blocks, "rank": row.rank}
         run = Run("x", DEFAULTS | {f"model.{key}": value for key, value in model.items()})
         assert f"{added_percent(run):.4f}" == row.added_flops_percent
-        scaled = {"residual": row.residual, "blocks": row.blocks, "rank": row.rank and row.rank // 8}
+        scaled = {
+            "residual": row.residual,
+            "blocks": row.blocks,
+            "rank": row.rank and row.rank // 8,
+        }
         assert row_of(scaled, 128) is row
     core = LAYERS * (4 * DIM**2 + 3 * DIM * WIDTH)
     tiny = config({"model.residual": "s_lr", "model.rank": 4})["model"]
     run = Run("x", DEFAULTS | {f"model.{key}": value for key, value in tiny.items()})
     assert added_percent(run) == pytest.approx(100 * (DIM + 4) * (2 + 3 + 4 + 5) / core)
-    assert row_of({"residual": "s_lr", "blocks": None, "rank": 3}, 128) is None  # 24 of 1024: no row
+    assert (
+        row_of({"residual": "s_lr", "blocks": None, "rank": 3}, 128) is None
+    )  # 24 of 1024: no row
 
 
 def test_runs_outside_the_20_rows_have_a_table_of_their_own(tmp_path: Path) -> None:
     run_folder(tmp_path / "a", 2.0)
     run_folder(tmp_path / "b", 1.5, **routed("delta"))
     run_folder(tmp_path / "c", 1.6, **routed("s_lr", 4), model__routing="add")
-    run_folder(tmp_path / "d", 1.7, **routed("s_lr", 4), model__new_idea=[1, 2])  # of a later version
-    run_folder(tmp_path / "e", 1.8, **routed("s_lr", 4), model__routing="replace")  # as published: row 14
-    run_folder(tmp_path / "f", 1.9, **routed("s_lr", 4, 2 * LAYERS), seed=1)  # N = 2L is full: row 14 again
+    run_folder(
+        tmp_path / "d", 1.7, **routed("s_lr", 4), model__new_idea=[1, 2]
+    )  # of a later version
+    run_folder(
+        tmp_path / "e", 1.8, **routed("s_lr", 4), model__routing="replace"
+    )  # as published: row 14
+    run_folder(
+        tmp_path / "f", 1.9, **routed("s_lr", 4, 2 * LAYERS), seed=1
+    )  # N = 2L is full: row 14 again
     (group,), _, faults = groups_of(tmp_path)
     table = other_runs(group)
-    assert [row[0] for row in table.rows] == ["s_lr full r=4 add", "s_lr full r=4 new_idea=(1, 2)", "delta full"]
+    assert [row[0] for row in table.rows] == [
+        "s_lr full r=4 add",
+        "s_lr full r=4 new_idea=(1, 2)",
+        "delta full",
+    ]
     assert cells(table, "delta full")["difference"] == "-0.5000" and faults == []
     assert cells(table1(group), "14")["our loss"] == "1.8500"
 
@@ -112,7 +155,9 @@ def test_table_2_averages_what_was_logged(tmp_path: Path) -> None:
     run_folder(tmp_path / "c", 2.0, **routed("s_lr", 4, 4 - 1))
     (group,), _, _ = groups_of(tmp_path)
     table = table2(group)
-    assert cells(table, "Baseline") | {"paper": "0.9775", "ours": "2.0000", "steps": "3"} == cells(table, "Baseline")
+    assert cells(table, "Baseline") | {"paper": "0.9775", "ours": "2.0000", "steps": "3"} == cells(
+        table, "Baseline"
+    )
     assert cells(table, "Full AttnRes")["ours"] == "1.0000"
     assert cells(table, "Full P-LR-AttnRes, r=16")["seeds"] == "missing"
     assert cells(table, "s_lr N=3 r=4")["paper"] == "—"
@@ -129,37 +174,70 @@ def test_runs_that_cannot_be_compared_are_in_groups_that_say_why(tmp_path: Path)
         "words": {"tokenizer__name": "gpt2"},
         "held": {"evaluation__tokens": 128},
     }.items():
-        lines = [*records(2.0), *([{"step": 8, "loss": 1.0, "val_loss": 2.0}] if name == "longer" else [])]
+        lines = [
+            *records(2.0),
+            *([{"step": 8, "loss": 1.0, "val_loss": 2.0}] if name == "longer" else []),
+        ]
         run_folder(tmp_path / name, 2.0, lines=lines, **changes)
     run_folder(tmp_path / "texts", 2.0, corpus="other")
-    run_folder(tmp_path / "moved", 2.0, seed=1, data__root="/mnt/copy", micro_batch=1, device="cuda")  # none of these counts
-    evaluated = [*records(None)[:1], records(None)[1] | {"val_loss": 1.0}]  # after step 2 of 4, which is no result
+    run_folder(
+        tmp_path / "moved", 2.0, seed=1, data__root="/mnt/copy", micro_batch=1, device="cuda"
+    )  # none of these counts
+    evaluated = [
+        *records(None)[:1],
+        records(None)[1] | {"val_loss": 1.0},
+    ]  # after step 2 of 4, which is no result
     run_folder(tmp_path / "stopped", None, lines=evaluated)
     groups, unfinished, faults = groups_of(tmp_path)
     names = {frozenset(run.name for run in group.runs): " ".join(group.notes) for group in groups}
     assert names.pop(frozenset({"same", "sliced", "moved"})) == "" and faults == []
-    reasons = {"longer": "steps is 8 here and 4 there", "wider": "model.dim is 32 here and 64 there"}
+    reasons = {
+        "longer": "steps is 8 here and 4 there",
+        "wider": "model.dim is 32 here and 64 there",
+    }
     reasons |= {"shared": "model.kv_heads is 1 here"}
-    reasons |= {"words": "tokenizer.name is gpt2 here", "held": "evaluation.tokens is 128 here and 64 there"}
+    reasons |= {
+        "words": "tokenizer.name is gpt2 here",
+        "held": "evaluation.tokens is 128 here and 64 there",
+    }
     reasons |= {"texts": "fingerprint of the corpus is other here and abc there"}
-    assert len(names) == len(reasons) and all(reason in names[frozenset({name})] for name, reason in reasons.items())
+    assert len(names) == len(reasons) and all(
+        reason in names[frozenset({name})] for name, reason in reasons.items()
+    )
     assert [run.name for run in unfinished] == ["stopped"]
     (runs, left) = run_list(groups, unfinished)
-    assert cells(left, "stopped")["last step known"] == "2 of 4" and cells(left, "stopped")["last held-out loss"] == "1.0000"
+    assert (
+        cells(left, "stopped")["last step known"] == "2 of 4"
+        and cells(left, "stopped")["last held-out loss"] == "1.0000"
+    )
     assert len(runs.rows) == 9
 
 
 def test_a_matched_run_says_by_what_and_is_compared(tmp_path: Path) -> None:
     run_folder(tmp_path / "a", 2.0)
-    run_folder(tmp_path / "b", 1.9, steps=3, model__mlp_width=160, match__by="compute", match__run="a", **routed("s_lr", 4))
+    run_folder(
+        tmp_path / "b",
+        1.9,
+        steps=3,
+        model__mlp_width=160,
+        match__by="compute",
+        match__run="a",
+        **routed("s_lr", 4),
+    )
     (group,), _, _ = groups_of(tmp_path)
     (row,) = other_runs(group).rows
     by = dict(zip(other_runs(group).columns, row, strict=True))
-    assert by["matched by"] == "match.by=compute, match.run=a" and by["difference"] == "-0.1000" and by["tokens"] == "96"
+    assert (
+        by["matched by"] == "match.by=compute, match.run=a"
+        and by["difference"] == "-0.1000"
+        and by["tokens"] == "96"
+    )
     assert cells(table1(group), "14")["our seeds"] == "missing"
 
 
-def test_a_second_run_of_the_same_settings_and_seed_is_named_and_not_counted(tmp_path: Path) -> None:
+def test_a_second_run_of_the_same_settings_and_seed_is_named_and_not_counted(
+    tmp_path: Path,
+) -> None:
     run_folder(tmp_path / "a", 2.0)
     run_folder(tmp_path / "b", 2.0)
     run_folder(tmp_path / "c", 3.0, device="cuda")
@@ -177,13 +255,19 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     torn.write_text("seed: 0\nmodel:\n  residual: s_lr\n")
     (run_folder(tmp_path / "wild") / "config.yaml").write_text("a: [")
     (run_folder(tmp_path / "gone") / "config.yaml").unlink()
-    (run_folder(tmp_path / "line", 1.5, seed=1) / "metrics.jsonl").write_text('{"step": 1}\n{"step"\n{"step": 2}\n')
+    (run_folder(tmp_path / "line", 1.5, seed=1) / "metrics.jsonl").write_text(
+        '{"step": 1}\n{"step"\n{"step": 2}\n'
+    )
     (run_folder(tmp_path / "bare", 1.5, seed=2) / "metrics.jsonl").unlink()
     depth = run_folder(tmp_path / "depth", 1.5, seed=3) / "evaluation"
     depth.mkdir()
-    (depth / "step_000004.diagnostics.json").write_text(json.dumps(diagnostics(0.5) | {"largest_weight": [1.0]}))
+    (depth / "step_000004.diagnostics.json").write_text(
+        json.dumps(diagnostics(0.5) | {"largest_weight": [1.0]})
+    )
     (tmp_path / "refused").mkdir()
-    (tmp_path / "refused" / "status.json").write_text(json.dumps({"state": "refused", "fault": "model.rank=9: too large"}))
+    (tmp_path / "refused" / "status.json").write_text(
+        json.dumps({"state": "refused", "fault": "model.rank=9: too large"})
+    )
     (tmp_path / "empty").mkdir()
     (group,), _, faults = groups_of(tmp_path, tmp_path / "nowhere", tmp_path / "empty")
     text = "\n".join(faults)
@@ -204,11 +288,18 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 def test_figure_1_and_differences_show_the_figures_of_the_tables(tmp_path: Path) -> None:
     run_folder(tmp_path / "a", 2.0)
-    run_folder(tmp_path / "b", 1.9, lines=records(1.9, losses=[4.5, 3.0, 2.25, 2.0]), **routed("s_lr", 4))
+    run_folder(
+        tmp_path / "b", 1.9, lines=records(1.9, losses=[4.5, 3.0, 2.25, 2.0]), **routed("s_lr", 4)
+    )
     (group,), _, _ = groups_of(tmp_path)
     picture = loss_against_cost(group)
-    assert [row[:2] for row in picture.rows[-2:]] == [("ours", "01"), ("ours", "14")] and len(picture.rows) == 22
-    assert picture.rows[-1][5] == added_percent(group.entries[1].runs[0]) and picture.rows[-1][6] == 1.9
+    assert [row[:2] for row in picture.rows[-2:]] == [("ours", "01"), ("ours", "14")] and len(
+        picture.rows
+    ) == 22
+    assert (
+        picture.rows[-1][5] == added_percent(group.entries[1].runs[0])
+        and picture.rows[-1][6] == 1.9
+    )
     gaps = [row[1:] for row in loss_differences(group).rows if row[0] == "14 s_lr full r=4"]
     assert gaps == [(32.0, 0.5), (64.0, 0.0), (96.0, -0.25), (128.0, -0.25)]
 
@@ -216,18 +307,32 @@ def test_figure_1_and_differences_show_the_figures_of_the_tables(tmp_path: Path)
 def test_heat_maps_share_one_scale_cut_at_the_99_5th_percentile(tmp_path: Path) -> None:
     peaks = {"a": 0.9, "b": 0.6}
     for name, peak in peaks.items():
-        folder = run_folder(tmp_path / name, 2.0, **routed("s_lr", 1 if name == "a" else 4)) / "evaluation"
+        folder = (
+            run_folder(tmp_path / name, 2.0, **routed("s_lr", 1 if name == "a" else 4))
+            / "evaluation"
+        )
         folder.mkdir()
         (folder / "step_000004.diagnostics.json").write_text(json.dumps(diagnostics(peak)))
     run_folder(tmp_path / "c", 2.0, **routed("attn_res"))
     (group,), _, _ = groups_of(tmp_path)
     (picture,) = heatmaps(group)
     images = [image for panel in picture.figure.axes for image in panel.get_images()]
-    values = [value for peak in peaks.values() for means in diagnostics(peak)["mean_weight"][1:] for value in means]
-    assert len(values) == 28 and [image.get_clim() for image in images] == [(0.0, np.percentile(values, 99.5))] * 2
+    values = [
+        value
+        for peak in peaks.values()
+        for means in diagnostics(peak)["mean_weight"][1:]
+        for value in means
+    ]
+    assert (
+        len(values) == 28
+        and [image.get_clim() for image in images] == [(0.0, np.percentile(values, 99.5))] * 2
+    )
     assert [row[-1] for row in picture.rows] == values and "02 attn_res full" in picture.caption
     table = sharpness(group)
-    assert [row[:2] for row in table.rows[:2]] == [("Delta Block (Delta paper)", "0.62"), ("AttnRes (Delta paper)", "0.35")]
+    assert [row[:2] for row in table.rows[:2]] == [
+        ("Delta Block (Delta paper)", "0.62"),
+        ("AttnRes (Delta paper)", "0.35"),
+    ]
     assert cells(table, "12 s_lr full r=1")["mean over sites"] == "0.8650"  # 0.9 - 0.035
 
 
@@ -251,24 +356,50 @@ def test_the_page_stands_alone_and_is_the_same_wherever_the_runs_lie(tmp_path: P
     run_folder(here / "torn").joinpath("config.yaml").write_text("")
     shutil.copytree(here, there)
     faults = build_report([here], tmp_path / "one")
-    assert build_report([there / "torn", there / "c|d", there / "a<b>"], tmp_path / "two") == faults != []
-    files = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*") if path.is_file())
-    assert {"report.html", "report.md", "tables/A_table1.csv", "figures/A_loss.png", "figures/A_loss.csv"} <= set(map(str, files))
+    assert (
+        build_report([there / "torn", there / "c|d", there / "a<b>"], tmp_path / "two")
+        == faults
+        != []
+    )
+    files = sorted(
+        path.relative_to(tmp_path / "one")
+        for path in (tmp_path / "one").rglob("*")
+        if path.is_file()
+    )
+    assert {
+        "report.html",
+        "report.md",
+        "tables/A_table1.csv",
+        "figures/A_loss.png",
+        "figures/A_loss.csv",
+    } <= set(map(str, files))
     for file in files:
-        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes(), file
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes(), (
+            file
+        )
     html = (tmp_path / "one" / "report.html").read_text()
     page = Links()
     page.feed(html)
     assert "script" not in page.tags and "link" not in page.tags and page.tags.count("img") == 3
-    assert all(address.startswith(("#", "data:image/svg+xml;base64,")) for address in page.addresses)
-    assert "a&lt;b&gt;" in html and str(tmp_path) not in html and all(fault in html for fault in faults)
+    assert all(
+        address.startswith(("#", "data:image/svg+xml;base64,")) for address in page.addresses
+    )
+    assert (
+        "a&lt;b&gt;" in html
+        and str(tmp_path) not in html
+        and all(fault in html for fault in faults)
+    )
     markdown = (tmp_path / "one" / "report.md").read_text()
     assert all(row.added_flops_percent in markdown for row in TABLE1) and "c\\|d" in markdown
     rows = list(csv.DictReader((tmp_path / "one" / "tables" / "A_table1.csv").open()))
-    assert [row["paper: added FLOPs, %"] for row in rows] == [row.added_flops_percent for row in TABLE1]
+    assert [row["paper: added FLOPs, %"] for row in rows] == [
+        row.added_flops_percent for row in TABLE1
+    ]
 
 
-def test_a_folder_with_other_things_is_left_alone_and_an_old_report_replaced(tmp_path: Path) -> None:
+def test_a_folder_with_other_things_is_left_alone_and_an_old_report_replaced(
+    tmp_path: Path,
+) -> None:
     run_folder(tmp_path / "runs" / "a", None)
     with pytest.raises(ReportError, match="is no report"):
         build_report([tmp_path / "runs"], tmp_path / "runs")
@@ -278,7 +409,9 @@ def test_a_folder_with_other_things_is_left_alone_and_an_old_report_replaced(tmp
     assert not (tmp_path / "out" / "figures" / "Z_old.png").exists()
 
 
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def command(*words: str) -> int:
         monkeypatch.setattr(sys, "argv", ["report.py", *words])
         try:
@@ -306,13 +439,24 @@ def test_what_training_writes_is_read_as_it_is(tmp_path: Path) -> None:
     folder.finish({"step": STEPS, "val_loss": 2.5})
     folder.close()
     ((run,), faults) = find_runs([tmp_path])
-    assert faults == [] and run.val_loss == 2.5 and run.tokens == 128 and run.identity == {"corpus": "abc"}
-    assert dict(run.settings) == {**run.settings, "model.residual": "p_lr", "z_loss": plain(settings)["z_loss"]}
+    assert (
+        faults == []
+        and run.val_loss == 2.5
+        and run.tokens == 128
+        and run.identity == {"corpus": "abc"}
+    )
+    assert dict(run.settings) == {
+        **run.settings,
+        "model.residual": "p_lr",
+        "z_loss": plain(settings)["z_loss"],
+    }
     assert statistics.fmean(value for _, value in run.series("grad_norm")) == float("inf")
 
 
 @pytest.mark.parametrize("residual", ["p_lr", "baseline"])
-def test_what_evaluation_writes_is_read_as_it_is(tmp_path: Path, tiny_model_config, residual: str) -> None:
+def test_what_evaluation_writes_is_read_as_it_is(
+    tmp_path: Path, tiny_model_config, residual: str
+) -> None:
     model = build_model(
         tiny_model_config(residual=residual, blocks=2, layers=LAYERS),
         seed=0,
@@ -327,6 +471,6 @@ def test_what_evaluation_writes_is_read_as_it_is(tmp_path: Path, tiny_model_conf
     assert faults == [] and run.diagnostics == found | {"of": "held-out tokens at step 4"}
     (group,) = compare([run])[0]
     # Zero queries: every read is the mean of its sources, of which site 5 has three: the embedding and two blocks.
-    assert {row[1:3]: row[3] for picture in heatmaps(group) for row in picture.rows}.get((5, "3-4")) == (
-        pytest.approx(1 / 3) if residual == "p_lr" else None
-    )
+    assert {row[1:3]: row[3] for picture in heatmaps(group) for row in picture.rows}.get(
+        (5, "3-4")
+    ) == (pytest.approx(1 / 3) if residual == "p_lr" else None)

@@ -21,7 +21,10 @@ from lrattnres.runs.checkpoint import Checkpoint, CheckpointError, Checkpoints, 
 
 def small_state(value: float = 1.0) -> State:
     return {
-        "model": {"head.weight": torch.full((3, 4), float(value)), "router.queries": torch.arange(6.0).reshape(2, 3) + value},
+        "model": {
+            "head.weight": torch.full((3, 4), float(value)),
+            "router.queries": torch.arange(6.0).reshape(2, 3) + value,
+        },
         "optimizer": {"head.weight.momentum": torch.full((3, 4), value / 3)},
         "loader": {},
         "progress": {"step": torch.tensor(int(value))},
@@ -29,7 +32,10 @@ def small_state(value: float = 1.0) -> State:
 
 
 def zeros_like(state: State) -> State:
-    return {name: {key: torch.zeros_like(value) for key, value in group.items()} for name, group in state.items()}
+    return {
+        name: {key: torch.zeros_like(value) for key, value in group.items()}
+        for name, group in state.items()
+    }
 
 
 def raw(tensor: torch.Tensor) -> bytes:
@@ -79,7 +85,9 @@ def test_round_trip_is_exact_to_the_bit(tmp_path: Path) -> None:
     assert {key: raw(value) for key, value in loaded.items()} == before
     assert checkpoint.details == {"tokens": 12, "name": "ä"}
     assert (checkpoint.step, checkpoint.path) == (7, tmp_path / "step_000007")
-    assert (tmp_path / "step_000007" / "__0_0.distcp").stat().st_size < 300_000  # the slice, not all it is a slice of
+    assert (
+        tmp_path / "step_000007" / "__0_0.distcp"
+    ).stat().st_size < 300_000  # the slice, not all it is a slice of
 
 
 def test_values_are_copied_into_the_given_tensors(tmp_path: Path) -> None:
@@ -89,7 +97,11 @@ def test_values_are_copied_into_the_given_tensors(tmp_path: Path) -> None:
     checkpoints.save(1, {"model": module.state_dict()}, {})
     torch.nn.init.zeros_(module.weight)
     checkpoints.at(1).load({"model": dict(module.named_parameters())})
-    assert torch.equal(module.weight, weight) and module.weight.data_ptr() == pointer and module.weight.requires_grad
+    assert (
+        torch.equal(module.weight, weight)
+        and module.weight.data_ptr() == pointer
+        and module.weight.requires_grad
+    )
 
 
 def test_a_part_is_loaded_alone(tmp_path: Path) -> None:
@@ -131,7 +143,9 @@ def test_every_difference_is_named_and_nothing_is_touched(tmp_path: Path) -> Non
 
 def test_only_tensors_and_json_are_saved(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
-    with pytest.raises(CheckpointError, match=r"progress\.step=3: not a tensor; write torch\.tensor\(3\)"):
+    with pytest.raises(
+        CheckpointError, match=r"progress\.step=3: not a tensor; write torch\.tensor\(3\)"
+    ):
         checkpoints.save(1, {"progress": {"step": 3}}, {})  # type: ignore[dict-item]
     for details in ({"shape": (1, 2)}, {1: 2}, {"x": float("nan")}, {"x": torch.ones(1)}):
         with pytest.raises(CheckpointError, match="details="):
@@ -212,7 +226,10 @@ def test_damage_is_reported_and_passed_over(tmp_path: Path, file: str, damage, s
     (tmp_path / ".step_000003.partial").mkdir()
     found, reports = newest(checkpoints)
     assert found and found.step == 1 and len(reports) == 2
-    assert ".step_000003.partial: unfinished" in reports[0] and str(tmp_path / "step_000002") in reports[1]
+    assert (
+        ".step_000003.partial: unfinished" in reports[0]
+        and str(tmp_path / "step_000002") in reports[1]
+    )
     with pytest.raises(CheckpointError, match=says):
         checkpoints.at(2)
     # What could not be read from here may be whole for another version, or another machine: going on keeps it apart.
@@ -228,7 +245,9 @@ def test_no_flipped_bit_of_the_manifest_goes_unseen(tmp_path: Path) -> None:
     path = checkpoints.save(1, {"model": {"x": torch.ones(1)}}, {"tokens": 100}) / "manifest.json"
     content, manifest = path.read_bytes(), json.loads(path.read_text())
     for position in range(len(content)):
-        path.write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
+        path.write_bytes(
+            content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :]
+        )
         try:
             assert json.loads(path.read_bytes()) == manifest  # white space, or digits of an escape
         except (ValueError, AssertionError):
@@ -262,10 +281,16 @@ while True:
 
 def test_killed_in_the_middle_of_a_save(tmp_path: Path) -> None:
     checkpoints, last = Checkpoints(tmp_path, keep_last=2), 0
-    process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout and process.stdout.readline() == "1\n" and process.stdout.readline() == "2\n"
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert (
+        process.stdout and process.stdout.readline() == "1\n" and process.stdout.readline() == "2\n"
+    )
     deadline = time.monotonic() + 20
-    while not any(path.stat().st_size > 1_000_000 for path in tmp_path.glob(".step_*.partial/*.distcp")):
+    while not any(
+        path.stat().st_size > 1_000_000 for path in tmp_path.glob(".step_*.partial/*.distcp")
+    ):
         assert time.monotonic() < deadline
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -277,7 +302,9 @@ def test_killed_in_the_middle_of_a_save(tmp_path: Path) -> None:
     assert (weights == found.step).all()
     last = found.step
     checkpoints.save(last + 1, {"model": {"w": weights}}, {})
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step_{step:06d}" for step in (last, last + 1)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"step_{step:06d}" for step in (last, last + 1)
+    ]
 
 
 FULL = """
@@ -296,7 +323,9 @@ except CheckpointError as fault:
 
 def test_a_full_disk(tmp_path: Path) -> None:
     """The system refuses to let a file grow, as it does when the disk is full."""
-    run = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=True
+    )
     assert str(tmp_path / ".step_000002.partial") in run.stdout and "File too large" in run.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
     state = {"model": {"w": torch.zeros(1000)}}
@@ -349,12 +378,21 @@ def test_a_hostile_description_is_not_executed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["builtins.eval", "torch.load", "torch.hub.load", "torch.Size.__init__.__globals__", "os.system"]
+    "name",
+    [
+        "builtins.eval",
+        "torch.load",
+        "torch.hub.load",
+        "torch.Size.__init__.__globals__",
+        "os.system",
+    ],
 )
 def test_nothing_else_is_looked_up(tmp_path: Path, name: str) -> None:
     checkpoints = Checkpoints(tmp_path)
     folder = checkpoints.save(1, small_state(), {})
-    module, attribute = name.split(".", 1) if not name.startswith("torch.hub") else ("torch.hub", "load")
+    module, attribute = (
+        name.split(".", 1) if not name.startswith("torch.hub") else ("torch.hub", "load")
+    )
     text = b"".join(b"\x8c" + bytes([len(part)]) + part.encode() for part in (module, attribute))
     (folder / ".metadata").write_bytes(b"\x80\x04" + text + b"\x93.")
     seal(folder)
@@ -370,7 +408,9 @@ def test_entries_that_are_no_tensors_and_files_elsewhere_are_refused(tmp_path: P
     next(iter(metadata.storage_data.values())).relative_path = "../elsewhere"
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     seal(folder)
-    with pytest.raises(CheckpointError, match=r"(?s)progress\.step: not a tensor.*refers to \.\./elsewhere"):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)progress\.step: not a tensor.*refers to \.\./elsewhere"
+    ):
         checkpoints.at(1).load({"progress": {"step": torch.tensor(0)}})
 
 
@@ -387,7 +427,9 @@ def test_a_tensor_file_that_hides_a_command(tmp_path: Path) -> None:
     assert not trap.exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"\x80", pickle.dumps(3), pickle.dumps(None), b"not a pickle"])
+@pytest.mark.parametrize(
+    "content", [b"", b"\x80", pickle.dumps(3), pickle.dumps(None), b"not a pickle"]
+)
 def test_a_description_that_is_none(tmp_path: Path, content: bytes) -> None:
     checkpoints = Checkpoints(tmp_path)
     folder = checkpoints.save(1, small_state(), {})

@@ -31,7 +31,9 @@ def place(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Divided by rows over the last dimension of a mesh, as FSDP and HSDP do; whole without a mesh."""
     if not shape:
         return tensor
-    return distribute_tensor(tensor, init_device_mesh("cpu", shape), [Replicate(), Shard(0)][-len(shape) :])
+    return distribute_tensor(
+        tensor, init_device_mesh("cpu", shape), [Replicate(), Shard(0)][-len(shape) :]
+    )
 
 
 def state_of(step: int, shape: tuple[int, ...], rank: int) -> State:
@@ -47,7 +49,9 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def is_at(state: State, step: int) -> bool:
-    return all(torch.equal(whole(tensor), value(name, step)) for name, tensor in state["model"].items())
+    return all(
+        torch.equal(whole(tensor), value(name, step)) for name, tensor in state["model"].items()
+    )
 
 
 def silent(_: str) -> None:
@@ -64,9 +68,15 @@ def leg(rank: int, folder: Path, shape: tuple[int, ...], step: int) -> list[str]
     keys = []
     if step:
         checkpoint = checkpoints.newest(print)
-        assert checkpoint is not None and checkpoint.step == step and checkpoint.details == {"step": step}
+        assert (
+            checkpoint is not None
+            and checkpoint.step == step
+            and checkpoint.details == {"step": step}
+        )
         keys = checkpoint.keys("random")
-        state = state_of(0, shape, rank) | {"random": {key: torch.zeros(3, dtype=torch.int64) for key in keys}}
+        state = state_of(0, shape, rank) | {
+            "random": {key: torch.zeros(3, dtype=torch.int64) for key in keys}
+        }
         checkpoint.load(state)
         assert is_at(state, step) and state["progress"]["step"] == step
         for other, key in enumerate(sorted(keys)):
@@ -83,11 +93,16 @@ def test_saved_on_some_ranks_and_loaded_on_others_to_the_bit(tmp_path: Path) -> 
     before = 1
     for step, shape in enumerate([(2,), (4,), (2, 2), (3,)], start=1):
         world = torch.Size(shape).numel()
-        assert launch(leg, world, tmp_path, shape, step) == [[f"cpu.rank{rank}" for rank in range(before)]] * world
+        assert (
+            launch(leg, world, tmp_path, shape, step)
+            == [[f"cpu.rank{rank}" for rank in range(before)]] * world
+        )
         before = world
     assert leg(0, tmp_path, (), 5) == ["cpu.rank0", "cpu.rank1", "cpu.rank2"]
     files = [path.name for path in (tmp_path / "step_000003").iterdir()]
-    assert {name for name in files if name.endswith(".distcp")} == {f"__{rank}_0.distcp" for rank in range(4)}
+    assert {name for name in files if name.endswith(".distcp")} == {
+        f"__{rank}_0.distcp" for rank in range(4)
+    }
     # Weights alone, by one process, from every sharding there was.
     for step in range(1, 7):
         weights = {"model": {name: torch.zeros(shape) for name, shape in SHAPES.items()}}
@@ -107,7 +122,10 @@ def disagree(rank: int, folder: Path) -> list[str]:
         assert isinstance(local, DTensor)
         local.to_local()[3, 1] += 1e-7
     for state in (
-        {"progress": {"step": torch.tensor(7 + rank)}, "loader": {"same": torch.ones(3)}},  # one of them would be lost
+        {
+            "progress": {"step": torch.tensor(7 + rank)},
+            "loader": {"same": torch.ones(3)},
+        },  # one of them would be lost
         drifted,  # replicas that are none
         {"progress": {"step": 3 if rank else torch.tensor(3)}},
         {"progress": {"step": torch.zeros(2 + rank)}},
@@ -115,7 +133,10 @@ def disagree(rank: int, folder: Path) -> list[str]:
         with pytest.raises(CheckpointError) as fault:
             checkpoints.save(2, state, {})  # type: ignore[arg-type]
         said.append(str(fault.value))
-    for wanted in ({"progress": {"step": torch.zeros(() if rank else (2,), dtype=torch.int64)}}, {"progress": {}}):
+    for wanted in (
+        {"progress": {"step": torch.zeros(() if rank else (2,), dtype=torch.int64)}},
+        {"progress": {}},
+    ):
         with pytest.raises(CheckpointError) as fault:
             checkpoints.at(1).load(wanted)
         said.append(str(fault.value))
@@ -129,11 +150,18 @@ def test_a_difference_between_ranks_is_named_on_all_of_them(tmp_path: Path) -> N
     first, second = launch(disagree, 2, tmp_path)
     assert first == second
     value, replica, kind, shape, load, unwanted, missing = first
-    assert "progress.step: differs between rank 0 and rank 1" in value and "loader.same" not in value
-    assert "model.even (shard [0]): differs between rank 0 and rank 1" in replica and "uneven" not in replica
+    assert (
+        "progress.step: differs between rank 0 and rank 1" in value and "loader.same" not in value
+    )
+    assert (
+        "model.even (shard [0]): differs between rank 0 and rank 1" in replica
+        and "uneven" not in replica
+    )
     assert "progress.step=3: not a tensor" in kind and "step: differs" in shape
     assert "progress.step: torch.int64 () in the checkpoint, torch.int64 (2,) wanted" in load
-    assert "progress.step: in the checkpoint, but not wanted" in unwanted and "random" not in unwanted
+    assert (
+        "progress.step: in the checkpoint, but not wanted" in unwanted and "random" not in unwanted
+    )
     assert "no checkpoint of step 5; there are: 1" in missing
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
 
@@ -150,7 +178,9 @@ def fill(rank: int, folder: Path, full: int, asynchronous: bool) -> str:
         resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, resource.RLIM_INFINITY))
     mesh = init_device_mesh("cpu", (2,))
     with pytest.raises(CheckpointError) as fault:
-        checkpoints.save(2, {"model": {"w": distribute_tensor(torch.ones(2_000, 500), mesh, [Shard(0)])}}, {})
+        checkpoints.save(
+            2, {"model": {"w": distribute_tensor(torch.ones(2_000, 500), mesh, [Shard(0)])}}, {}
+        )
         assert asynchronous
         checkpoints.wait()
     checkpoints.wait()  # told once
@@ -163,7 +193,9 @@ def fill(rank: int, folder: Path, full: int, asynchronous: bool) -> str:
 def test_a_full_disk_of_one_rank(tmp_path: Path, full: int, asynchronous: bool) -> None:
     said = launch(fill, 2, tmp_path, full, asynchronous)
     assert said[0] == said[1]
-    assert said[0].startswith(f"{tmp_path}/.step_000002.partial: the checkpoint of step 2 is not written")
+    assert said[0].startswith(
+        f"{tmp_path}/.step_000002.partial: the checkpoint of step 2 is not written"
+    )
     assert f"rank {full}: [Errno 27] File too large" in said[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000001", "step_000003"]
     assert Checkpoints(tmp_path).at(1).step == 1
@@ -186,22 +218,32 @@ def save_forever(rank: int, folder: Path, asynchronous: bool) -> None:
 
 
 @pytest.mark.parametrize(("killed", "asynchronous"), [(1, False), (0, False), (1, True)])
-def test_a_rank_killed_in_the_middle_of_a_save(tmp_path: Path, killed: int, asynchronous: bool) -> None:
+def test_a_rank_killed_in_the_middle_of_a_save(
+    tmp_path: Path, killed: int, asynchronous: bool
+) -> None:
     with Ranks(save_forever, 2, tmp_path, asynchronous) as ranks:
         ranks.until(0, "2\n")
         deadline = time.monotonic() + 20
-        while not any(path.stat().st_size > 1_000_000 for path in tmp_path.glob(f".step_*.partial/__{killed}_*.distcp")):
+        while not any(
+            path.stat().st_size > 1_000_000
+            for path in tmp_path.glob(f".step_*.partial/__{killed}_*.distcp")
+        ):
             assert time.monotonic() < deadline
         ranks.kill(killed)
         endings = ranks.wait(30)
     left = endings[1 - killed]
     assert endings[killed].code == -signal.SIGKILL and left.code == 1
     assert (
-        "CheckpointError" in left.output and "is not written, earlier ones are as they were: another rank is gone" in left.output
+        "CheckpointError" in left.output
+        and "is not written, earlier ones are as they were: another rank is gone" in left.output
     )
     said = max(int(line) for line in left.output.splitlines() if line.isdigit())
     found = Checkpoints(tmp_path).newest(silent)
-    assert found is not None and found.step >= said - asynchronous and found.details == {"step": found.step}
+    assert (
+        found is not None
+        and found.step >= said - asynchronous
+        and found.details == {"step": found.step}
+    )
     weights = torch.zeros(4_000, 1_000)
     found.load({"model": {"w": weights}})
     assert (weights == found.step).all()

@@ -20,11 +20,33 @@ from lrattnres.runs.files import from_json, to_json, write_atomic
 from lrattnres.runs.folder import RunError, RunFolder
 
 REQUIRED = {
-    **{"name": "demo", "steps": 100, "global_batch": 8, "micro_batch": 4, "device": "cpu", "precision": "float32"},
-    "model": {"residual": "s_lr", "rank": 8, "blocks": None, "layers": 2, "dim": 32, "heads": 2, "mlp_width": 64, "context": 32},
+    **{
+        "name": "demo",
+        "steps": 100,
+        "global_batch": 8,
+        "micro_batch": 4,
+        "device": "cpu",
+        "precision": "float32",
+    },
+    "model": {
+        "residual": "s_lr",
+        "rank": 8,
+        "blocks": None,
+        "layers": 2,
+        "dim": 32,
+        "heads": 2,
+        "mlp_width": 64,
+        "context": 32,
+    },
     "data": {"corpus": "docstrings", "holdout": 0.01},
     "tokenizer": {"name": "bytes"},
-    "optimizer": {"muon_lr": 1e-5, "adam_lr": 0.003, "warmup": 10, "momentum_rise": 0, "momentum_fall": 0},
+    "optimizer": {
+        "muon_lr": 1e-5,
+        "adam_lr": 0.003,
+        "warmup": 10,
+        "momentum_rise": 0,
+        "momentum_fall": 0,
+    },
     "checkpoint": {"every": 50},
     "evaluation": {"every": None, "tokens": 1000},
 }
@@ -65,9 +87,15 @@ def test_a_setting_that_results_depend_on_may_not_change(tmp_path: Path) -> None
     run = opened(config(tmp_path))
     before = run.config_path.read_bytes()
     with pytest.raises(RunError) as error:
-        RunFolder.open(config(tmp_path, seed=1, optimizer__muon_lr=0.02, model__blocks=3, checkpoint__every=7))
+        RunFolder.open(
+            config(tmp_path, seed=1, optimizer__muon_lr=0.02, model__blocks=3, checkpoint__every=7)
+        )
     message = str(error.value)
-    for part in ("seed: 0 at the start, 1 now", "optimizer.muon_lr: 1e-05 at the start, 0.02 now", "model.blocks: None"):
+    for part in (
+        "seed: 0 at the start, 1 now",
+        "optimizer.muon_lr: 1e-05 at the start, 0.02 now",
+        "model.blocks: None",
+    ):
         assert part in message
     assert "checkpoint" not in message and "name=OTHER" in message and str(run.path) in message
     assert run.config_path.read_bytes() == before
@@ -75,15 +103,23 @@ def test_a_setting_that_results_depend_on_may_not_change(tmp_path: Path) -> None
 
 def test_the_others_may_and_are_taken_over(tmp_path: Path) -> None:
     run = opened(config(tmp_path))
-    opened(config(tmp_path, checkpoint__every=7, logger__name="wandb", compile="model", resume="50"))
+    opened(
+        config(tmp_path, checkpoint__every=7, logger__name="wandb", compile="model", resume="50")
+    )
     stored = RunFolder.read_config(run.path)
-    assert (stored.checkpoint.every, stored.logger.name.name, stored.compile.name) == (7, "wandb", "model")
+    assert (stored.checkpoint.every, stored.logger.name.name, stored.compile.name) == (
+        7,
+        "wandb",
+        "model",
+    )
 
 
 def test_resume_none(tmp_path: Path) -> None:
     settings = config(tmp_path, resume="none")
     opened(settings)
-    with pytest.raises(RunError, match=r"a run already, and resume=none; write resume=auto .* name=OTHER .* remove"):
+    with pytest.raises(
+        RunError, match=r"a run already, and resume=none; write resume=auto .* name=OTHER .* remove"
+    ):
         RunFolder.open(settings)
 
 
@@ -91,11 +127,17 @@ def test_what_the_settings_only_name_may_not_change(tmp_path: Path) -> None:
     run = opened(config(tmp_path), extra_identity={"corpus": "abc", "tokenizer": "t1"})
     assert json.loads(run.identity_path.read_text()) == {"corpus": "abc", "tokenizer": "t1"}
     opened(config(tmp_path), extra_identity={"corpus": "abc", "tokenizer": "t1"})
-    with pytest.raises(RunError, match="the corpus changed since the run started: abc then, abd now"):
+    with pytest.raises(
+        RunError, match="the corpus changed since the run started: abc then, abd now"
+    ):
         RunFolder.open(config(tmp_path), extra_identity={"corpus": "abd", "tokenizer": "t1"})
-    with pytest.raises(RunError, match="the tokenizer changed since the run started: t1 then, none now"):
+    with pytest.raises(
+        RunError, match="the tokenizer changed since the run started: t1 then, none now"
+    ):
         RunFolder.open(config(tmp_path), extra_identity={"corpus": "abc"})
-    opened(config(tmp_path), extra_identity={"corpus": "abc", "tokenizer": "t1"})  # a refused one leaves no lock behind
+    opened(
+        config(tmp_path), extra_identity={"corpus": "abc", "tokenizer": "t1"}
+    )  # a refused one leaves no lock behind
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/a", "a\\b", "a\0b", "x" * 201, "ä" * 101])
@@ -118,7 +160,10 @@ def test_no_cut_of_the_settings_passes_for_whole(tmp_path: Path) -> None:
             RunFolder.read_config(run.path)
 
 
-@pytest.mark.parametrize("content", [b"a: [1\n...\n", b"- 1\n...\n", b"steps: many\n...\n", b"\xff\xfe\n...\n", b"42\n...\n"])
+@pytest.mark.parametrize(
+    "content",
+    [b"a: [1\n...\n", b"- 1\n...\n", b"steps: many\n...\n", b"\xff\xfe\n...\n", b"42\n...\n"],
+)
 def test_settings_that_are_none(tmp_path: Path, content: bytes) -> None:
     run = opened(config(tmp_path))
     run.config_path.write_bytes(content)
@@ -167,9 +212,13 @@ time.sleep(60)
 
 def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
     run = opened(config(tmp_path))
-    holder = subprocess.Popen([sys.executable, "-c", HOLDS, str(run.path)], stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDS, str(run.path)], stdout=subprocess.PIPE, text=True
+    )
     assert holder.stdout and holder.stdout.readline() == "open\n"
-    with pytest.raises(RunError, match=rf"another process is training in it \(process {holder.pid}\)"):
+    with pytest.raises(
+        RunError, match=rf"another process is training in it \(process {holder.pid}\)"
+    ):
         RunFolder.open(config(tmp_path))
     holder.kill()
     holder.wait()
@@ -186,15 +235,29 @@ def test_every_start_is_described(tmp_path: Path) -> None:
     run.close()
     opened(config(tmp_path))
     first, second = json.loads(run.environment_path.read_text())["starts"]
-    assert first["attention"] == "sdpa" and "attention" not in second and first["time"] < second["time"]
-    assert first["versions"]["torch"] == torch.__version__ and first["versions"]["lrattnres"] == "0.1.0"
-    assert first["python"] == ".".join(map(str, sys.version_info[:3])) and first["cpus"] == os.cpu_count()
+    assert (
+        first["attention"] == "sdpa"
+        and "attention" not in second
+        and first["time"] < second["time"]
+    )
+    assert (
+        first["versions"]["torch"] == torch.__version__
+        and first["versions"]["lrattnres"] == "0.1.0"
+    )
+    assert (
+        first["python"] == ".".join(map(str, sys.version_info[:3]))
+        and first["cpus"] == os.cpu_count()
+    )
     assert {"numpy", "tiktoken", "pyarrow", "triton", "wandb"} <= first["versions"].keys()
     assert os.uname().nodename not in run.environment_path.read_text()
     root = Path(files.__file__).parents[2]
     if (root / ".git").exists():
-        head = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-        assert first["git"]["revision"] == head.stdout.strip() and type(first["git"]["dirty"]) is bool
+        head = subprocess.run(
+            ["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+        )
+        assert (
+            first["git"]["revision"] == head.stdout.strip() and type(first["git"]["dirty"]) is bool
+        )
 
 
 def test_no_repository_but_our_own_counts(tmp_path: Path) -> None:
@@ -210,7 +273,11 @@ def test_a_summary_finishes_the_run(tmp_path: Path) -> None:
     run = opened(config(tmp_path))
     assert run.finished() is None
     run.finish({"val_loss": float("nan"), "steps": 100, "text": "ä"})
-    assert json.loads(run.summary_path.read_text()) == {"val_loss": "nan", "steps": 100, "text": "ä"}
+    assert json.loads(run.summary_path.read_text()) == {
+        "val_loss": "nan",
+        "steps": 100,
+        "text": "ä",
+    }
     finished = run.finished()
     assert finished and finished["val_loss"] != finished["val_loss"]
 
@@ -218,7 +285,9 @@ def test_a_summary_finishes_the_run(tmp_path: Path) -> None:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_replaced_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "file"
     write_atomic(path, "old")
 

@@ -4,22 +4,29 @@ import dataclasses
 
 import pytest
 import torch
+from tests.config.test_config import composed
 
-from lrattnres.checks import resolve
 from lrattnres.config import AC, Compile, ConfigError, Device
-from lrattnres.depth.router import VARIANTS
+from lrattnres.config.checks import resolve
+from lrattnres.distributed.parallel import Parallel, parallelize
 from lrattnres.evaluation.loss import window_losses
 from lrattnres.kernels.backends import KERNELS
 from lrattnres.model.attention import BACKENDS
 from lrattnres.model.transformer import build_model
 from lrattnres.optim.optimizer import MuonAdam
+from lrattnres.residual.router import VARIANTS
 from lrattnres.training import memory
 from lrattnres.training.memory import Alive, check_memory, estimate_memory
-from lrattnres.training.parallel import Parallel, parallelize
 from tests.test_cli import run
-from tests.test_config import composed
 
-SIZE = ["model.layers=4", "model.dim=64", "model.heads=4", "model.mlp_width=160", "model.context=96", "micro_batch=8"]
+SIZE = [
+    "model.layers=4",
+    "model.dim=64",
+    "model.heads=4",
+    "model.mlp_width=160",
+    "model.context=96",
+    "micro_batch=8",
+]
 
 
 def settings(*changes: str):
@@ -30,13 +37,19 @@ CASES = [(kernels, blocks) for kernels in ("reference", "triton") for blocks in 
 FAST, *SLOW = CASES
 
 
-@pytest.mark.parametrize(("kernels", "blocks"), [FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
+@pytest.mark.parametrize(
+    ("kernels", "blocks"), [FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+)
 @pytest.mark.parametrize("ac", [mode.name for mode in AC])
 @pytest.mark.parametrize("residual", list(VARIANTS))
-def test_the_estimate_is_what_a_real_pass_takes(residual: str, ac: str, kernels: str, blocks: str) -> None:
+def test_the_estimate_is_what_a_real_pass_takes(
+    residual: str, ac: str, kernels: str, blocks: str
+) -> None:
     if kernels == "triton":
         pytest.importorskip("triton")
-    config = settings(f"model.residual={residual}", f"model.blocks={blocks}", f"ac={ac}", f"kernels={kernels}")
+    config = settings(
+        f"model.residual={residual}", f"model.blocks={blocks}", f"ac={ac}", f"kernels={kernels}"
+    )
     model = build_model(
         config.model, seed=0, device=torch.device("cpu"), attention=BACKENDS["sdpa"], dtype=torch.float32,
         kernels=KERNELS[kernels], prepare=lambda model: parallelize(model, config, Parallel()),
@@ -52,7 +65,9 @@ def test_the_estimate_is_what_a_real_pass_takes(residual: str, ac: str, kernels:
     memory = estimate_memory(config, world=1)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     assert memory.weights == memory.gradients == weights and memory.gathered == 0
-    assert memory.moments == pytest.approx(sum(tensor.nbytes for tensor in optimizer.tensors().values()), rel=1e-3)
+    assert memory.moments == pytest.approx(
+        sum(tensor.nbytes for tensor in optimizer.tensors().values()), rel=1e-3
+    )
     assert memory.activations == pytest.approx(alive.peak, rel=0.1)
     assert memory.sources < memory.activations
 
@@ -83,12 +98,18 @@ def test_peaks_are_seen() -> None:
 def test_shards_and_source_cache() -> None:
     config = settings("model.residual=p_lr", "model.blocks=2", "model.rank=8", "global_batch=32")
     one, four = estimate_memory(config, 1), estimate_memory(config, 4)
-    assert four.weights * 4 == pytest.approx(one.weights, abs=4) and four.moments * 4 == pytest.approx(one.moments, abs=4)
+    assert four.weights * 4 == pytest.approx(
+        one.weights, abs=4
+    ) and four.moments * 4 == pytest.approx(one.moments, abs=4)
     assert four.activations == one.activations and four.gathered > 0
-    eight = estimate_memory(config, 8)  # whose ranks have four windows each, and never a micro-batch of eight
+    eight = estimate_memory(
+        config, 8
+    )  # whose ranks have four windows each, and never a micro-batch of eight
     assert eight.sources == one.sources / 2 and eight.activations < 0.6 * one.activations
     assert one.sources == 4 * 8 * 96 * 3 * (64 + 8)  # the embedding and two blocks: b·K·(d + r)
-    replicated = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, mode=type(config.parallel.mode).ddp))
+    replicated = dataclasses.replace(
+        config, parallel=dataclasses.replace(config.parallel, mode=type(config.parallel.mode).ddp)
+    )
     assert estimate_memory(replicated, 4).weights == one.weights
 
 
@@ -100,26 +121,43 @@ def test_a_run_that_cannot_fit_is_refused_with_what_would_fit() -> None:
         check_memory(config, 1, 0.5 * need, "a GPU")
     for words in str(refusal.value).split("would fit: ")[1].split("; "):
         if "ranks" not in words:
-            chosen = settings("model.residual=attn_res", "model.blocks=null", "model.layers=2", *words.split())
+            chosen = settings(
+                "model.residual=attn_res", "model.blocks=null", "model.layers=2", *words.split()
+            )
             assert estimate_memory(chosen, 1).total <= 0.5 * need, words
     with pytest.raises(ConfigError, match="write a smaller model"):
         check_memory(config, 1, 1000, "a GPU")
-    check_memory(dataclasses.replace(config, compile=Compile.regions), 1, 0.5 * need, "a GPU")  # may fit once it is fused
+    check_memory(
+        dataclasses.replace(config, compile=Compile.regions), 1, 0.5 * need, "a GPU"
+    )  # may fit once it is fused
 
 
 def test_the_estimate_is_of_one_of_many_processes() -> None:
     mode = ["parallel.mode=hsdp", "parallel.shard_degree=8"]
     assert "16 x H100" in run("scripts/estimate.py", "experiment=demo", "gpus=16", *mode)
-    assert "multiple of the 7 processes" in run("scripts/estimate.py", "experiment=demo", "gpus=7", code=2)
+    assert "multiple of the 7 processes" in run(
+        "scripts/estimate.py", "experiment=demo", "gpus=7", code=2
+    )
 
 
 def test_train_refuses_before_there_is_a_folder(tiny_run, tmp_path) -> None:
-    huge = ["model.dim=16384", "model.heads=64", "model.mlp_width=65536", "model.layers=24", "micro_batch=1"]
+    huge = [
+        "model.dim=16384",
+        "model.heads=64",
+        "model.mlp_width=65536",
+        "model.layers=24",
+        "micro_batch=1",
+    ]
     output = run("train.py", *tiny_run(*huge), code=2)
-    assert "a rank needs" in output and "smaller model" in output and not (tmp_path / "runs").exists()
+    assert (
+        "a rank needs" in output and "smaller model" in output and not (tmp_path / "runs").exists()
+    )
 
 
 def test_ablations_are_estimated_with_the_kernels_that_take_them() -> None:
     pytest.importorskip("triton", reason="without it auto is reference anyway")
-    on_gpu = [dataclasses.replace(settings(*words), device=Device.cuda) for words in ([], ["model.depth.heads=2"])]
+    on_gpu = [
+        dataclasses.replace(settings(*words), device=Device.cuda)
+        for words in ([], ["model.depth.heads=2"])
+    ]
     assert [memory._kernels(config).name for config in on_gpu] == ["triton", "reference"]

@@ -45,13 +45,20 @@ def filled(path: Path, steps: int) -> bytes:
 def test_records_come_back(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     metrics = MetricsFile(path)
-    records: list[dict[str, Any]] = [{"step": 1, "loss": 0.1 + 0.2, "mfu": None}, {"step": 1, "val_loss": 5e-324, "text": "ä\n"}]
+    records: list[dict[str, Any]] = [
+        {"step": 1, "loss": 0.1 + 0.2, "mfu": None},
+        {"step": 1, "val_loss": 5e-324, "text": "ä\n"},
+    ]
     for number, record in enumerate(records, start=1):
         metrics.write(record)
         assert len(path.read_bytes().splitlines()) == number  # at once, not when it is closed
     assert MetricsFile.read(path) == records
     metrics.write({"step": 2, "loss": float("nan"), "norms": [float("-inf")]})
-    assert json.loads(path.read_text().splitlines()[-1]) == {"step": 2, "loss": "nan", "norms": ["-inf"]}
+    assert json.loads(path.read_text().splitlines()[-1]) == {
+        "step": 2,
+        "loss": "nan",
+        "norms": ["-inf"],
+    }
     last = MetricsFile.read(path)[-1]
     assert last["loss"] != last["loss"] and last["norms"] == [-float("inf")]
 
@@ -86,7 +93,17 @@ def test_rewinding(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", [b"{", b"", b"[1]", b'{"loss": 1}', b'{"step": 1.5}', b'{"step": true}', b'{"step": 2, "x": NaN}', b"\0\0"]
+    "line",
+    [
+        b"{",
+        b"",
+        b"[1]",
+        b'{"loss": 1}',
+        b'{"step": 1.5}',
+        b'{"step": true}',
+        b'{"step": 2, "x": NaN}',
+        b"\0\0",
+    ],
 )
 def test_any_other_fault_is_named_and_nothing_is_dropped(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -102,7 +119,12 @@ def test_any_other_fault_is_named_and_nothing_is_dropped(tmp_path: Path, line: b
 
 def test_records_that_are_none(tmp_path: Path) -> None:
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
-    records: tuple[dict[str, Any], ...] = ({"loss": 1.0}, {"step": 1.0}, {"step": True}, {"step": 1, "loss": object()})
+    records: tuple[dict[str, Any], ...] = (
+        {"loss": 1.0},
+        {"step": 1.0},
+        {"step": True},
+        {"step": 1, "loss": object()},
+    )
     for record in records:
         with pytest.raises(MetricsError, match="step"):
             metrics.write(record)
@@ -151,19 +173,32 @@ for step in range(100):
 def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
     """The system takes only a part of the last line, as it does when the disk is full."""
     path = tmp_path / "metrics.jsonl"
-    run = subprocess.run([sys.executable, "-c", FULL, str(path)], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", FULL, str(path)], capture_output=True, text=True, check=True
+    )
     assert str(path) in run.stdout and path.read_bytes().endswith(b"}\n")
-    assert [record["step"] for record in MetricsFile.read(path)] == list(range(len(path.read_bytes().splitlines())))
+    assert [record["step"] for record in MetricsFile.read(path)] == list(
+        range(len(path.read_bytes().splitlines()))
+    )
 
 
 # --- progress ---------------------------------------------------------------------------------------------------------
 
-RECORD = {"loss": 3.14159, "lr_muon": 0.01, "lr_adam": 0.003, "tokens_per_second": 12345.6, "mfu": 0.417, "batch_hash": "ab"}
+RECORD = {
+    "loss": 3.14159,
+    "lr_muon": 0.01,
+    "lr_adam": 0.003,
+    "tokens_per_second": 12345.6,
+    "mfu": 0.417,
+    "batch_hash": "ab",
+}
 
 
 def test_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
-    monkeypatch.setattr("lrattnres.training.progress.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(
+        "lrattnres.training.progress.time", SimpleNamespace(monotonic=lambda: clock[0])
+    )
     stream = io.StringIO()
     progress = ProgressBar(200, 40, stream=stream)
     progress.update(50, {})
@@ -206,7 +241,10 @@ def test_a_bar_on_a_terminal() -> None:
 
 
 def test_the_shipped_choices() -> None:
-    names = {path.stem: parse(LoggerConfig, OmegaConf.to_container(OmegaConf.load(path))).name for path in CONFIGS.iterdir()}  # type: ignore[arg-type]
+    names = {
+        path.stem: parse(LoggerConfig, OmegaConf.to_container(OmegaConf.load(path))).name
+        for path in CONFIGS.iterdir()
+    }  # type: ignore[arg-type]
     assert names == {name.name: name for name in LoggerName} and set(sinks.SINKS) == set(LoggerName)
 
 
@@ -239,10 +277,15 @@ print(time.monotonic() - begin, file=notes)
     ("environment", "reason"),
     [
         ({}, "no API key was found"),
-        ({"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}, "connection refused|deadline"),
+        (
+            {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"},
+            "connection refused|deadline",
+        ),
     ],
 )
-def test_the_real_library_without_key_or_network(tmp_path: Path, environment: dict[str, str], reason: str) -> None:
+def test_the_real_library_without_key_or_network(
+    tmp_path: Path, environment: dict[str, str], reason: str
+) -> None:
     """On a terminal, where it could ask for a key: it asks nothing, prints nothing, and records offline."""
     pytest.importorskip("wandb")
     run, notes = tmp_path / "demo", tmp_path / "notes"
@@ -261,7 +304,9 @@ def test_the_real_library_without_key_or_network(tmp_path: Path, environment: di
     os.close(ours)
     os.close(theirs)
     note, seconds = notes.read_text().splitlines()
-    assert re.fullmatch(rf"W&B records offline in {run}/wandb \(.*({reason}).*\); `wandb sync` .*", note), note
+    assert re.fullmatch(
+        rf"W&B records offline in {run}/wandb \(.*({reason}).*\); `wandb sync` .*", note
+    ), note
     assert float(seconds) < 12
     (recorded,) = run.glob("wandb/offline-run-*/*.wandb")
     assert recorded.stat().st_size > 500
@@ -288,7 +333,9 @@ class Flaky:
 
 
 @pytest.mark.parametrize("broken", ["setup", "login", "define_metric", "log", "finish"])
-def test_no_failure_of_the_library_reaches_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+def test_no_failure_of_the_library_reaches_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
     library, notes = Flaky(broken), list[str]()
     monkeypatch.setitem(sys.modules, "wandb", library)
     sink = WandbSink(LoggerConfig(LoggerName.wandb), RunFolder(tmp_path), {}, notes.append)
@@ -296,7 +343,11 @@ def test_no_failure_of_the_library_reaches_the_run(tmp_path: Path, monkeypatch: 
         sink.write({"step": step})
     sink.close()
     sink.close()
-    assert len(notes) == 1 and f"{broken} is broken." in notes[0] and "metrics.jsonl has everything" in notes[0]
+    assert (
+        len(notes) == 1
+        and f"{broken} is broken." in notes[0]
+        and "metrics.jsonl has everything" in notes[0]
+    )
 
 
 def test_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,7 +358,9 @@ def test_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(notes) == 1 and "pip install lrattnres[wandb]" in notes[0]
 
 
-def test_a_continued_run_goes_on_and_a_new_one_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_continued_run_goes_on_and_a_new_one_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     library = Flaky()
     monkeypatch.setitem(sys.modules, "wandb", library)
     run = RunFolder(tmp_path)

@@ -4,17 +4,17 @@ import math
 
 import pytest
 import torch
+from tests.config.test_config import composed
 
-from lrattnres.checks import resolve
+from lrattnres.config.checks import resolve
 from lrattnres.data.dataset import open_dataset
-from lrattnres.depth.router import VARIANTS
 from lrattnres.evaluation.heldout import evaluate
 from lrattnres.evaluation.loss import token_losses
 from lrattnres.model.attention import BACKENDS
 from lrattnres.model.transformer import build_model
+from lrattnres.residual.router import VARIANTS
 from lrattnres.runs.checkpoint import Checkpoints
 from lrattnres.training.trainer import Trainer, TrainingError
-from tests.test_config import composed
 
 CPU = torch.device("cpu")
 
@@ -23,7 +23,13 @@ CPU = torch.device("cpu")
 def make_trainer(tiny_run, tmp_path):
     def make(*changes: str, folder: str = "a") -> Trainer:
         config, _ = resolve(composed(*tiny_run(*changes)))
-        model = build_model(config.model, seed=config.seed, device=CPU, attention=BACKENDS["sdpa"], dtype=torch.float32)
+        model = build_model(
+            config.model,
+            seed=config.seed,
+            device=CPU,
+            attention=BACKENDS["sdpa"],
+            dtype=torch.float32,
+        )
         records: list[dict] = []
         trainer = Trainer(
             config,
@@ -52,7 +58,9 @@ def test_micro_batches_do_not_change_the_gradient(make_trainer, residual: str) -
         trainer = make_trainer(f"micro_batch={size}", f"model.residual={residual}", "z_loss=0.01")
         with torch.no_grad():
             for parameter in trainer.model.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.3)
+                parameter.copy_(
+                    torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.3
+                )
         windows = trainer.streams.next_batch()
         windows[2, 20:] = windows[5, 9:] = -100  # unequal counts: a mean of means would differ
         loss, z_loss, tokens = trainer.forward_backward(windows)
@@ -85,9 +93,17 @@ def test_a_step_that_is_not_finite_changes_no_weight_and_is_counted(make_trainer
     head = trainer.model.head.weight
     hook = head.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([3]), math.nan))
     trainer.train_step()
-    assert (trainer.progress.step, trainer.progress.bad_steps, trainer.progress.bad_in_a_row) == (2, 1, 1)
-    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.state()["model"].items())
-    assert all(torch.equal(moments[name], tensor) for name, tensor in trainer.optimizer.tensors().items())
+    assert (trainer.progress.step, trainer.progress.bad_steps, trainer.progress.bad_in_a_row) == (
+        2,
+        1,
+        1,
+    )
+    assert all(
+        torch.equal(before[name], tensor) for name, tensor in trainer.state()["model"].items()
+    )
+    assert all(
+        torch.equal(moments[name], tensor) for name, tensor in trainer.optimizer.tensors().items()
+    )
     hook.remove()
     trainer.train_step()
     assert (trainer.progress.bad_steps, trainer.progress.bad_in_a_row) == (1, 0)
@@ -95,9 +111,13 @@ def test_a_step_that_is_not_finite_changes_no_weight_and_is_counted(make_trainer
 
 
 def test_too_many_bad_steps_stop_the_run_and_leave_the_last_good_checkpoint(make_trainer) -> None:
-    trainer = make_trainer("max_bad_steps=3", "checkpoint.every=1", "checkpoint.keep_last=1", "evaluation.every=null")
+    trainer = make_trainer(
+        "max_bad_steps=3", "checkpoint.every=1", "checkpoint.keep_last=1", "evaluation.every=null"
+    )
     count = iter(range(1000))
-    trainer.model.head.weight.register_hook(lambda g: g * math.nan if next(count) >= 2 * 6 else g)  # two parts a step
+    trainer.model.head.weight.register_hook(
+        lambda g: g * math.nan if next(count) >= 2 * 6 else g
+    )  # two parts a step
     with pytest.raises(TrainingError, match=r"3 steps in a row .* step 9"):
         trainer.fit()
     assert trainer.checkpoints.steps() == [6]
@@ -118,14 +138,20 @@ def test_continuing_is_bit_exact_within_one_process(make_trainer) -> None:
         for name, tensor in tensors.items():
             assert torch.equal(tensor, second.state()[group][name]), f"{group} {name}"
     noisy = ("tokens_per_second", "mfu")
-    strip = [[{k: v for k, v in r.items() if k not in noisy} for r in t.records] for t in (straight, second)]
+    strip = [
+        [{k: v for k, v in r.items() if k not in noisy} for r in t.records]
+        for t in (straight, second)
+    ]
     assert strip[0][13:] == strip[1]
 
 
 def test_held_out_loss_is_the_same_for_any_batch_and_counts_each_token_once(make_trainer) -> None:
     trainer = make_trainer()
     dataset, model = trainer.dataset, trainer.model
-    found = [evaluate(model, dataset.held_out_windows(500, batch), dataset.tokenizer, documents=True) for batch in (1, 5, 16)]
+    found = [
+        evaluate(model, dataset.held_out_windows(500, batch), dataset.tokenizer, documents=True)
+        for batch in (1, 5, 16)
+    ]
     assert {held_out.tokens for held_out in found} == {500}
     assert len({held_out.bytes for held_out in found}) == 1
     for held_out in found[1:]:
@@ -134,7 +160,9 @@ def test_held_out_loss_is_the_same_for_any_batch_and_counts_each_token_once(make
     separators = sum(int((window[:, 1:] == 256).sum()) for window in windows)
     assert found[0].bytes == 500 - separators
     assert found[0].perplexity == pytest.approx(math.exp(found[0].loss))
-    assert found[0].bits_per_byte == pytest.approx(found[0].loss * 500 / found[0].bytes / math.log(2))
+    assert found[0].bits_per_byte == pytest.approx(
+        found[0].loss * 500 / found[0].bytes / math.log(2)
+    )
 
 
 def test_no_z_loss_in_evaluation(make_trainer) -> None:
@@ -142,12 +170,16 @@ def test_no_z_loss_in_evaluation(make_trainer) -> None:
     for weight in ("0", "0.5"):
         trainer = make_trainer(f"z_loss={weight}")
         windows = trainer.dataset.held_out_windows(500, 4)
-        losses.append(evaluate(trainer.model, windows, trainer.dataset.tokenizer, documents=True).loss)
+        losses.append(
+            evaluate(trainer.model, windows, trainer.dataset.tokenizer, documents=True).loss
+        )
     assert losses[0] == losses[1]
 
 
 def test_instruments_measure_what_they_say(make_trainer) -> None:
-    trainer = make_trainer("instruments.gradients=3", "instruments.depth=4", "evaluation.every=null", "steps=12")
+    trainer = make_trainer(
+        "instruments.gradients=3", "instruments.depth=4", "evaluation.every=null", "steps=12"
+    )
     trainer.fit()
     with_blocks = [record for record in trainer.records if "block_grad_norm" in record]
     assert [record["step"] for record in with_blocks] == [3, 6, 9, 12]
@@ -162,7 +194,13 @@ def test_instruments_measure_what_they_say(make_trainer) -> None:
 
 
 def test_the_average_gradient_norm_survives_a_stop(make_trainer) -> None:
-    settings = ("steps=4", "optimizer.warmup=1", "evaluation.every=null", "checkpoint.every=2", "instruments.depth=null")
+    settings = (
+        "steps=4",
+        "optimizer.warmup=1",
+        "evaluation.every=null",
+        "checkpoint.every=2",
+        "instruments.depth=null",
+    )
     straight = make_trainer(*settings, folder="straight")
     straight.fit()
     norms = [record["grad_norm"] for record in straight.records]

@@ -1,0 +1,184 @@
+"""Everything about the kernels that only a GPU can say, in one command: are they right, and how fast are they.
+
+    python bench/gpu_check.py --json gpu.json          (make gpu-check)
+
+Needs torch and Triton, nothing else; ends after about --budget seconds. TRITON_INTERPRET=1 and --rehearse go the same way on a
+CPU, with next to no tokens: whether the command would run, not how fast. First correctness on the device against float64;
+any error ends it with status 1. Then single operators (kernels.py), then training steps at the paper's shape
+(step.py), as many as the time allows. Prints tables, writes one JSON file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import common
+import torch
+from torch import Tensor
+
+from lrattnres import depth_attention
+from lrattnres.kernels.backends import KERNELS
+from lrattnres.kernels.launch import INTERPRETED
+from lrattnres.residual.plan import DepthPlan
+from lrattnres.residual.router import VARIANTS, DepthRouter
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+SHAPES = (
+    (1, 96, 8),
+    (9, 1024, 32),
+    (9, 1024, 1024),
+    (2, 4096, 33),
+    (17, 1000, 64),
+    (2, 7186, 7186),
+)
+
+# Arguments of kernels.py and step.py.
+PAPER = (("--blocks", "8"), ("--shape", "paper", "--compile", "regions", "--batch", "8"))
+REHEARSAL = (
+    (
+        "--sublayers",
+        "6",
+        "--blocks",
+        "3",
+        "--dim",
+        "32",
+        "--rank",
+        "4",
+        "--tokens",
+        "4",
+        "--repeats",
+        "1",
+    ),
+    ("--shape", "tiny", "--compile", "off", "--batch", "1", "--rounds", "1", "--kernels", "triton"),
+)
+
+
+def worst(found: list[Tensor], truths: list[Tensor]) -> float:
+    """The largest error relative to the norm; where the truth is nothing but rounding, there is none."""
+    pairs = [
+        (x.double(), truth) for x, truth in zip(found, truths, strict=True) if truth.norm() > 1e-6
+    ]
+    return max(((x - truth).norm() / truth.norm()).item() for x, truth in pairs)
+
+
+def plain_error(sources: int, dim: int, rank: int, separate: bool, dtype: torch.dtype) -> float:
+    """Of one read and all its gradients, over 300 tokens."""
+    query, count = 2 * torch.randn(rank, device=DEVICE) / rank**0.5, sources
+    values = [torch.randn(300, dim, device=DEVICE).to(dtype) for _ in range(sources)]
+    keys = [torch.randn(300, rank, device=DEVICE).to(dtype) for _ in range(sources * separate)]
+    probe, results = torch.randn(300, dim, device=DEVICE), []
+    for kernels, double in (("triton", False), ("reference", True)):
+        leaves = [
+            (x.double() if double else x).detach().requires_grad_() for x in (query, *values, *keys)
+        ]
+        made = leaves[count + 1 :] or None
+        out = depth_attention(
+            leaves[0], leaves[1 : count + 1], made, normalize=True, kernels=kernels
+        )
+        results.append([out, *torch.autograd.grad((out.double() * probe).sum(), leaves)])
+    return worst(*results)
+
+
+def router_error(name: str, blocks: int | None, dtype: torch.dtype) -> float:
+    """Of all reads of twelve sub-layers and all gradients, over 256 tokens of width 256."""
+    arguments = DepthPlan(12, blocks), VARIANTS[name], 256, 32
+    router, truth = (
+        DepthRouter(*arguments, KERNELS["triton"]).to(DEVICE),
+        DepthRouter(*arguments).double().to(DEVICE),
+    )
+    for parameter in router.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    truth.load_state_dict(router.state_dict())
+    outputs = [
+        torch.randn(256, 256 + router.emit_dim * (i > 0), device=DEVICE).to(dtype)
+        for i in range(13)
+    ]
+    probes, results = torch.randn(13, 256, 256, device=DEVICE), []
+    for model, kind in ((router, dtype), (truth, torch.float64)):
+        leaves = [output.to(kind).requires_grad_() for output in outputs]
+        depth = model.begin(leaves[0])
+        reads = [model.read(depth, 0)]
+        for site, output in enumerate(leaves[1:]):
+            depth = model.write(depth, site, output)
+            reads.append(model.read(depth, site + 1))
+        loss = sum((read.double() * probe).sum() for read, probe in zip(reads, probes, strict=True))
+        results.append([*reads, *torch.autograd.grad(loss, [*leaves, *model.parameters()])])
+    return worst(*results)
+
+
+def correctness(budget: float) -> list[dict[str, Any]]:
+    """One record a case, until the time is up; each kernel is compiled anew, which is what takes the time."""
+    start = time.monotonic()
+    records: list[dict[str, Any]] = []
+    cases: list[tuple[str, torch.dtype, Any]] = []
+    for (name, blocks), dtype in itertools.product(
+        (("s_lr", 4), ("p_lr", None), ("attn_res", 3), ("delta", 4)), TOLERANCE
+    ):
+        cases.append(
+            (f"router {name}, N={blocks}", dtype, partial(router_error, name, blocks, dtype))
+        )
+    for (n, dim, rank), separate, dtype in itertools.product(SHAPES, (False, True), TOLERANCE):
+        error = partial(plain_error, n, dim, rank, separate, dtype)
+        cases.append((f"{n} sources, d={dim}, r={rank}{', own keys' * separate}", dtype, error))
+    for name, dtype, error in cases:
+        if time.monotonic() - start > budget:
+            print(f"no time left for {len(cases) - len(records)} further cases")
+            break
+        found = error()
+        records.append(
+            {"case": name, "dtype": str(dtype), "error": found, "right": found < TOLERANCE[dtype]}
+        )
+        print("{case:44}{dtype:16}{error:10.1e}  {right}".format(**records[-1]), flush=True)
+    return records
+
+
+def script(name: str, *arguments: str) -> Any:
+    """Runs a measuring script in a process of its own; its record, or why there is none."""
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "record.json"
+        code = subprocess.run(
+            [sys.executable, str(Path(__file__).parent / name), *arguments, "--json", str(target)]
+        ).returncode
+        return json.loads(target.read_text()) if target.exists() else {"exit": code}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--budget", type=float, default=220, help="seconds; compiling may take some more"
+    )
+    parser.add_argument("--rehearse", action="store_true", help="on a CPU, interpreted")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if not torch.cuda.is_available() and not (options.rehearse and INTERPRETED):
+        sys.exit(
+            "gpu_check.py: torch sees no CUDA GPU here; on a CPU, `python -m pytest tests/kernels` interprets the kernels"
+        )
+    checked = correctness(0.25 * options.budget)
+    record: dict[str, Any] = common.machine(DEVICE) | {"correctness": checked}
+    common.write_json(options.json, record)
+    if not all(case["right"] for case in checked):
+        sys.exit(1)
+    share = str(0.25 * options.budget)
+    operators, step = REHEARSAL if options.rehearse else PAPER
+    record["operators"] = script("kernels.py", *operators, "--budget", share)
+    common.write_json(options.json, record)
+    record["step"] = script("step.py", *step, "--budget", str(0.5 * options.budget))
+    common.write_json(options.json, record)
+    sys.exit(any("exit" in record[part] for part in ("operators", "step")))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""The operators of depth attention one by one: time, bytes a second by the plan's own count, and their share of a copy.
+
+    python bench/kernels.py --blocks 8 --rank 32 --tokens 16384 --json kernels.json
+
+On a GPU (or interpreted, where only whether it runs is of interest): the forward and backward operator of every kind of
+site, and one plain read against plain torch, eager and compiled, and against what `rivals.py` knows and finds installed.
+On a CPU only the latter, without Triton. All rates count the bytes that our own operator must move.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import common
+import rivals
+import torch
+
+from lrattnres import depth_attention
+from lrattnres.kernels.launch import INTERPRETED
+from lrattnres.residual.fused.schedule import (
+    Step,
+    backward_traffic,
+    cheapest,
+    forward_traffic,
+    steps,
+)
+from lrattnres.residual.plan import DepthPlan
+
+
+def timed(call: Callable[[], Any], device: torch.device, repeats: int) -> float:
+    """The median of single runs, after two that compile."""
+    for _ in range(2):
+        call()
+    return statistics.median(common.seconds(call, device) for _ in range(repeats))
+
+
+def operator(step: Step, options: argparse.Namespace, rate: float) -> dict[str, Any]:
+    """The forward and backward operator of one kind of site, without autograd around them."""
+    from lrattnres.kernels import ops  # noqa: F401 — defines the operators
+    from lrattnres.kernels.sample import backward_arguments, forward_arguments
+
+    size = {
+        "tokens": options.tokens,
+        "dim": options.dim,
+        "rank": options.rank,
+        "device": options.device,
+    }
+    forward = forward_arguments(step.owned, step.parts, step.later, step.addend, **size)
+    backward = backward_arguments(forward, torch.ops.lrattnres.read(*forward), step.passes)
+    record: dict[str, Any] = step._asdict()
+    for name, call, traffic in (
+        ("forward", lambda: torch.ops.lrattnres.read(*forward), forward_traffic),
+        ("backward", lambda: torch.ops.lrattnres.read_backward(*backward), backward_traffic),
+    ):
+        found = timed(call, torch.device(options.device), options.repeats)
+        moved = options.tokens * traffic(step, options.dim, options.rank, False).bytes(2)
+        record |= {
+            f"{name}_us": 1e6 * found,
+            f"{name}_gb_s": moved / found / 1e9,
+            f"{name}_of_copy": moved / found / rate,
+        }
+    return record
+
+
+def plain_read(name: str, rank: int, options: argparse.Namespace, rate: float) -> dict[str, Any]:
+    """Forward and backward of one read of nine sources and its norm, as somebody's own model would do it."""
+    rival = rivals.RIVALS.get(name)
+    device, dim, rank = (
+        torch.device(options.device),
+        options.dim,
+        rival.rank(options.rank, options.dim) if rival else options.rank,
+    )
+    values = [
+        torch.randn(options.tokens, dim, device=device, dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(9)
+    ]
+    query = torch.randn(
+        rank, device=device, dtype=rival.query if rival else torch.float32, requires_grad=True
+    )
+    gradient = torch.randn_like(values[0])
+    read = rival.load() if rival else partial(depth_attention, normalize=True, kernels=name)
+
+    def call() -> None:
+        torch.autograd.grad(read(query, values), [query, *values], gradient)
+
+    found, step = timed(call, device, options.repeats), Step(True, 9, 0, 0, False, False)
+    moved = options.tokens * sum(
+        f(step, dim, rank, False).bytes(2) for f in (forward_traffic, backward_traffic)
+    )
+    return {
+        "kernels": name,
+        "rank": rank,
+        "us": 1e6 * found,
+        "gb_s": moved / found / 1e9,
+        "of_copy": moved / found / rate,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--sublayers", type=int, default=48)
+    parser.add_argument(
+        "--blocks", type=int, default=None, help="default: every sub-layer a source"
+    )
+    parser.add_argument("--dim", type=int, default=1024)
+    parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=3600,
+        help="seconds after which no further operator is tried",
+    )
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    device, start = torch.device(options.device), time.monotonic()
+    rate = common.copy_rate(device)
+    print(f"copy: {rate / 1e9:.0f} GB/s", flush=True)
+    able = device.type == "cuda" or INTERPRETED
+    found: dict[str, Any] = common.machine(device) | {
+        "copy_gb_s": rate / 1e9,
+        "plain_read": [],
+        "operators": [],
+    }
+    # Ours with the rank that was asked for, and with keys of full width, which are all that some others know.
+    contestants = [
+        (name, options.rank) for name in (("triton",) if able else ()) + ("compiled", "reference")
+    ]
+    contestants += [("triton", options.dim)] if able and options.rank < options.dim else []
+    contestants += [
+        (name, rivals.RIVALS[name].rank(options.rank, options.dim))
+        for name in rivals.installed(device)
+    ]
+    for name, rank in contestants:
+        found["plain_read"].append(plain_read(name, rank, options, rate))
+        shown = "read of 9: {kernels:13} r = {rank:<5}{us:12.1f} us {gb_s:8.0f} GB/s {of_copy:6.0%} of a copy"
+        print(shown.format(**found["plain_read"][-1]), flush=True)
+    plan = DepthPlan(options.sublayers, options.blocks)
+    for step in (
+        sorted(set(steps(plan, cheapest(plan, options.rank / options.dim)))) if able else []
+    ):
+        if time.monotonic() - start > options.budget:
+            print("no time left for the other operators")
+            break
+        record = operator(step, options, rate)
+        found["operators"].append(record)
+        shown = "{owned:3} sources {parts:2} parts {later:2} later: forward {forward_us:8.1f} us {forward_of_copy:5.0%}, "
+        print(
+            (shown + "backward {backward_us:8.1f} us {backward_of_copy:5.0%} of a copy").format(
+                **record
+            ),
+            flush=True,
+        )
+    common.write_json(options.json, found)
+
+
+if __name__ == "__main__":
+    main()

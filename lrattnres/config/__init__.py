@@ -1,0 +1,44 @@
+"""Every setting of the project: its type, what it means, its default."""
+
+from __future__ import annotations
+
+from lrattnres.config.model import BlockScale as BlockScale
+from lrattnres.config.model import DepthConfig as DepthConfig
+from lrattnres.config.model import LogitScale as LogitScale
+from lrattnres.config.model import ModelConfig as ModelConfig
+from lrattnres.config.model import QKNorm as QKNorm
+from lrattnres.config.model import RopeKind as RopeKind
+from lrattnres.config.model import RopeScaling as RopeScaling
+from lrattnres.config.model import Routing as Routing
+from lrattnres.config.model import Sources as Sources
+from lrattnres.config.run import AC as AC
+from lrattnres.config.run import AttentionBackend as AttentionBackend
+from lrattnres.config.run import CheckpointConfig as CheckpointConfig
+from lrattnres.config.run import ClusterConfig as ClusterConfig
+from lrattnres.config.run import Compile as Compile
+from lrattnres.config.run import CorpusName as CorpusName
+from lrattnres.config.run import DataConfig as DataConfig
+from lrattnres.config.run import Device as Device
+from lrattnres.config.run import EvalConfig as EvalConfig
+from lrattnres.config.run import EvaluationConfig as EvaluationConfig
+from lrattnres.config.run import InstrumentsConfig as InstrumentsConfig
+from lrattnres.config.run import Kernels as Kernels
+from lrattnres.config.run import LoggerConfig as LoggerConfig
+from lrattnres.config.run import LoggerName as LoggerName
+from lrattnres.config.run import OptimizerConfig as OptimizerConfig
+from lrattnres.config.run import Orthogonalizer as Orthogonalizer
+from lrattnres.config.run import ParallelConfig as ParallelConfig
+from lrattnres.config.run import ParallelMode as ParallelMode
+from lrattnres.config.run import Precision as Precision
+from lrattnres.config.run import TokenizeConfig as TokenizeConfig
+from lrattnres.config.run import TokenizerConfig as TokenizerConfig
+from lrattnres.config.run import TokenizerName as TokenizerName
+from lrattnres.config.run import TrainConfig as TrainConfig
+from lrattnres.config.schema import ConfigError as ConfigError
+from lrattnres.config.schema import defaults as defaults
+from lrattnres.config.schema import expected as expected
+from lrattnres.config.schema import fields_of as fields_of
+from lrattnres.config.schema import flatten as flatten
+from lrattnres.config.schema import option as option
+from lrattnres.config.schema import parse as parse
+from lrattnres.config.schema import plain as plain

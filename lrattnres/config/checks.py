@@ -1,0 +1,458 @@
+"""What makes a well-typed configuration impossible: every cross-field fault, found before any data is touched."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from lrattnres.config import (
+    BlockScale,
+    Compile,
+    ConfigError,
+    CorpusName,
+    DataConfig,
+    DepthConfig,
+    Device,
+    LoggerName,
+    ModelConfig,
+    Orthogonalizer,
+    ParallelMode,
+    Precision,
+    RopeKind,
+    RopeScaling,
+    Sources,
+    TokenizeConfig,
+    TokenizerConfig,
+    TokenizerName,
+    TrainConfig,
+    flatten,
+    plain,
+)
+from lrattnres.config.bounds import BOUNDS, GENERATE_BOUNDS, INSPECT_BOUNDS, limits
+from lrattnres.config.commands import GenerateConfig, InspectConfig
+from lrattnres.data.tokenizers import VOCABULARY
+from lrattnres.distributed.ranks import placement
+from lrattnres.kernels.backends import choose_kernels
+from lrattnres.model.attention import choose_attention
+from lrattnres.model.transformer import beyond_kernels
+from lrattnres.residual.ablations import changed
+from lrattnres.residual.matching import MATCHES, matched
+from lrattnres.residual.router import VARIANTS
+
+DTYPES = {Precision.float32: torch.float32, Precision.bfloat16: torch.bfloat16}
+
+
+def resolve_device(device: Device) -> torch.device:
+    """The device that `auto` stands for; names as given otherwise."""
+    if device is Device.auto:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(device.value)
+
+
+def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
+    """The configuration that is run and recorded, and a line for each choice that was set without a use.
+
+    Where a variant has no use for a rank, for blocks or for a routing, they become null, and where it has none for an
+    ablation, that becomes the default, so that sweeps over variants work. Raises ConfigError with every fault.
+    """
+    faults = [fault for check in CHECKS for fault in check(config)]
+    if faults:
+        raise ConfigError(faults)
+    keys = VARIANTS[config.model.residual].keys
+    unused = {
+        "rank": (keys is None or not keys.ranked, None),
+        "blocks": (keys is None, None),
+        "routing": (keys is None, None),
+        "gate": (keys is None, False),
+    }
+    gone: dict[str, Any] = {
+        name: usual
+        for name, (useless, usual) in unused.items()
+        if useless and getattr(config.model, name) is not usual
+    }
+    of_residual = f"has no meaning for model.residual={config.model.residual}: recorded as"
+    notes = [
+        f"model.{name} {of_residual} {'null' if value is None else str(value).lower()}"
+        for name, value in gone.items()
+    ]
+    if keys is None and config.optimizer.routing_lr is not None:
+        notes.append(f"optimizer.routing_lr {of_residual} null")
+        config = dataclasses.replace(
+            config, optimizer=dataclasses.replace(config.optimizer, routing_lr=None)
+        )
+    gone["depth"], ignored = _used_ablations(config.model)
+    notes += ignored
+    if config.compile is Compile.model and placement()[1] > 1:
+        # So that the command for one GPU is the command for many.
+        notes.append(
+            "compile=model is compile=regions on many ranks: weights are gathered between one region and the next"
+        )
+        config = dataclasses.replace(config, compile=Compile.regions)
+    vocabulary = config.model.vocabulary or VOCABULARY.get(config.tokenizer.name)
+    given = dataclasses.replace(config.model, vocabulary=vocabulary)
+    config = dataclasses.replace(config, model=dataclasses.replace(given, **gone))
+    return _matched(config, given, notes) if config.match else (config, notes)
+
+
+def _matched(
+    config: TrainConfig, given: ModelConfig, notes: list[str]
+) -> tuple[TrainConfig, list[str]]:
+    """With one number changed, after which everything is checked once more. `given` has what the other run may need."""
+    assert config.match_to is not None
+    other = dataclasses.replace(given, residual=config.match_to, routing=None)
+    faults = [
+        fault
+        for check in (_depth, _ablations)
+        for fault in check(dataclasses.replace(config, model=other))
+    ]
+    if faults:
+        raise ConfigError([f"match_to={config.match_to}: {fault}" for fault in faults])
+    try:
+        found, note = matched(config, dataclasses.replace(given, depth=_used_ablations(other)[0]))
+    except ValueError as fault:
+        raise ConfigError([str(fault)]) from fault
+    faults = [fault for check in CHECKS for fault in check(found)]
+    if faults:
+        raise ConfigError([f"{note}, and then:", *faults])
+    return found, [*notes, note]
+
+
+def _used_ablations(model: ModelConfig) -> tuple[DepthConfig, list[str]]:
+    """Those with an effect, and a line for each of the others."""
+    published = DepthConfig()
+    if VARIANTS[model.residual].keys is None:
+        ignored, where = list(changed(model.depth)), f"model.residual={model.residual}"
+    elif (
+        model.blocks in (None, 2 * model.layers)
+        and model.depth.block_scale is not published.block_scale
+    ):
+        ignored, where = ["block_scale"], "blocks of one sub-layer"
+    else:
+        return model.depth, []
+    notes = [
+        f"{changed(model.depth)[name]} has no meaning for {where}: recorded as the default"
+        for name in ignored
+    ]
+    return dataclasses.replace(
+        model.depth, **{name: getattr(published, name) for name in ignored}
+    ), notes
+
+
+def _bounds(config: TrainConfig) -> Iterator[str]:
+    yield from limits(flatten(plain(config)), BOUNDS)
+
+
+def _depth(config: TrainConfig) -> Iterator[str]:
+    model = config.model
+    if model.residual not in VARIANTS:
+        close = difflib.get_close_matches(model.residual, VARIANTS, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        yield f"model.residual={model.residual}: must be one of {', '.join(VARIANTS)}{hint}"
+        return
+    keys = VARIANTS[model.residual].keys
+    if keys is not None and keys.ranked:
+        if model.rank is None:
+            yield f"model.rank=null: {model.residual} needs a key width; write model.rank=… (1 to model.dim={model.dim})"
+        elif not 1 <= model.rank <= model.dim:
+            yield f"model.rank={model.rank}: must be between 1 and model.dim={model.dim}"
+    if keys is not None and model.blocks is not None and not 1 <= model.blocks <= 2 * model.layers:
+        limit = f"1 and 2*model.layers={2 * model.layers}, the number of sub-layers"
+        yield f"model.blocks={model.blocks}: must be between {limit}; null makes every sub-layer a source"
+
+
+def _ablations(config: TrainConfig) -> Iterator[str]:
+    model, depth = config.model, config.model.depth
+    keys = VARIANTS[model.residual].keys if model.residual in VARIANTS else None
+    if keys is None:
+        return
+    rank = model.rank if keys.ranked and model.rank else model.dim
+    if depth.heads >= 1 and (rank % depth.heads or model.dim % depth.heads):
+        both = (
+            [n for n in range(1, rank + 1) if rank % n == model.dim % n == 0] if rank >= 1 else []
+        )
+        divides = (
+            f"model.rank={rank} and model.dim={model.dim}"
+            if keys.ranked
+            else f"model.dim={model.dim}"
+        )
+        near = min(both, key=lambda n: abs(n - depth.heads), default=1)
+        yield f"model.depth.heads={depth.heads}: must divide {divides}; write model.depth.heads={near}"
+    if depth.sources is Sources.states and depth.block_scale is not BlockScale.sum:
+        yield (
+            f"model.depth.block_scale={depth.block_scale.name}: model.depth.sources=states are no sums of blocks; "
+            "write model.depth.block_scale=sum, or model.depth.sources=outputs"
+        )
+
+
+def _match(config: TrainConfig) -> Iterator[str]:
+    for key, value, table in (
+        ("match", config.match, MATCHES),
+        ("match_to", config.match_to, VARIANTS),
+    ):
+        if value is not None and value not in table:
+            yield f"{key}={value}: must be null or one of {', '.join(table)}"
+    if config.match is not None and config.match_to is None:
+        yield f"match={config.match}: with what? write match_to=… ({', '.join(VARIANTS)}), or match=null"
+    if config.match == "parameters" and config.initial is not None:
+        yield f"match=parameters: would change model.mlp_width, which initial={config.initial} decides; write match=compute"
+    if config.match is None and config.match_to is not None:
+        yield f"match_to={config.match_to}: in what? write match=… ({', '.join(MATCHES)}), or match_to=null"
+
+
+def _shapes(config: TrainConfig) -> Iterator[str]:
+    model = config.model
+    if model.head_dim is not None and model.head_dim % 2:
+        yield f"model.head_dim={model.head_dim}: rotary pairs need an even number; write {model.head_dim + 1}"
+    elif model.head_dim is None and model.heads >= 1 and model.dim % model.heads:
+        yield f"model.dim={model.dim}: must be divisible by model.heads={model.heads}"
+    elif model.head_dim is None and model.heads >= 1 and (model.dim // model.heads) % 2:
+        size = model.dim // model.heads
+        yield f"model.heads={model.heads}: leaves a head of {size} dimensions; rotary pairs need an even number"
+    if model.kv_heads is not None and model.kv_heads >= 1 and model.heads % model.kv_heads:
+        yield f"model.kv_heads={model.kv_heads}: must divide model.heads={model.heads}; write null for as many as heads"
+    scaling, plain_scaling = model.rope_scaling, RopeScaling()
+    used = {
+        RopeKind.none: (),
+        RopeKind.linear: ("factor",),
+        RopeKind.llama3: ("factor", "low", "high", "first_context"),
+    }
+    for name in ("factor", "low", "high", "first_context"):
+        value = getattr(scaling, name)
+        if name not in used[scaling.kind] and value != getattr(plain_scaling, name):
+            yield f"model.rope_scaling.{name}={value}: has no use with kind={scaling.kind.name}; write another kind"
+    if scaling.kind is RopeKind.llama3 and scaling.low >= scaling.high:
+        yield f"model.rope_scaling.low={scaling.low}: must be less than model.rope_scaling.high={scaling.high}"
+    known = VOCABULARY.get(
+        config.tokenizer.name, 0
+    )  # a pretrained one is looked at when it is opened
+    if model.vocabulary is None and not known:
+        yield "model.vocabulary=null: only tokenizer.path knows how many tokens there are; write model.vocabulary=NUMBER"
+    if model.vocabulary is not None and model.vocabulary < known:
+        name = config.tokenizer.name.name
+        yield f"model.vocabulary={model.vocabulary}: tokenizer={name} has {known} tokens; write null or at least that"
+    if config.micro_batch >= 1 and config.global_batch % config.micro_batch:
+        divisors = [n for n in range(1, config.global_batch + 1) if config.global_batch % n == 0]
+        near = min(divisors, key=lambda n: abs(n - config.micro_batch), default=1)
+        yield f"micro_batch={config.micro_batch}: must divide global_batch={config.global_batch}; write micro_batch={near}"
+
+
+def _schedule(config: TrainConfig) -> Iterator[str]:
+    optimizer, steps = config.optimizer, config.steps
+    if steps < 1:
+        return  # named by its bounds already
+    down = round(optimizer.warmdown * steps)
+    if optimizer.warmup + down > steps:
+        yield (
+            f"optimizer.warmup={optimizer.warmup}: with {down} steps of warm-down it does not fit into steps={steps}; "
+            "write fewer, or more steps"
+        )
+    if optimizer.momentum_rise + optimizer.momentum_fall > steps:
+        rise, fall = optimizer.momentum_rise, optimizer.momentum_fall
+        yield f"optimizer.momentum_rise={rise}: with momentum_fall={fall} it does not fit into steps={steps}; write fewer"
+    if optimizer.orthogonalizer is Orthogonalizer.polar_express and optimizer.iterations != 5:
+        yield (
+            f"optimizer.iterations={optimizer.iterations}: polar_express is a table of 5 steps; "
+            "write 5, or optimizer.orthogonalizer=newton_schulz"
+        )
+
+
+def _data(config: TrainConfig) -> Iterator[str]:
+    data = config.data
+    if not 0 < data.holdout < 1:
+        yield f"data.holdout={data.holdout}: must lie between 0 and 1, both excluded, such as 0.05"
+    yield from data_faults(data)
+    yield from tokenizer_faults(config.tokenizer)
+    if data.max_tokens is not None and data.corpus is not CorpusName.tokens:
+        yield f"data.max_tokens={data.max_tokens}: only shards know their tokens; write data.max_files=…, or data=tokens"
+    if config.resume not in ("auto", "none") and not config.resume.isdigit():
+        yield f"resume={config.resume}: must be auto, none or the step of a checkpoint"
+
+
+def data_faults(data: DataConfig) -> Iterator[str]:
+    """What the chosen corpus has no use for, or lacks."""
+    name, missing = data.corpus, "write data.root=FILE, FOLDER or a quoted glob"
+    if name is CorpusName.files and data.root is None:
+        yield f"data.root=null: data=files needs your texts; {missing}"
+    if name is CorpusName.tokens and data.root is None:
+        yield "data.root=null: data=tokens needs a folder of shards; write data.root=FOLDER, made by scripts/tokenize_corpus.py"
+    if name is CorpusName.docstrings and data.root is not None:
+        yield f"data.root={data.root}: the docstrings corpus reads the installed Python; write data=files for your own texts"
+    hub = name is CorpusName.ultra_fineweb and (data.root is None or data.root.startswith("hf://"))
+    if data.revision is not None and not hub:
+        yield f"data.revision={data.revision}: only the hub has revisions; write null, or data=ultra_fineweb data.root=null"
+    if name is not CorpusName.ultra_fineweb:
+        for key in ("min_score", "max_files"):
+            if getattr(data, key) is not None:
+                said = (
+                    "; it was decided when the corpus was tokenized"
+                    if name is CorpusName.tokens
+                    else ""
+                )
+                yield f"data.{key}={getattr(data, key)}: data={name.name} has no use for it{said}; write null"
+    elif data.deduplicate:
+        yield "data.deduplicate=true: needs the hashes of all texts; run scripts/tokenize_corpus.py, then write data=tokens"
+
+
+def tokenizer_faults(tokenizer: TokenizerConfig) -> Iterator[str]:
+    """What the chosen tokenizer has no use for, or lacks."""
+    needed = tokenizer.name is TokenizerName.pretrained
+    for key in ("path", "separator"):
+        value = getattr(tokenizer, key)
+        if needed and value is None:
+            yield f"tokenizer.{key}=null: tokenizer=pretrained needs it; write tokenizer.path=FOLDER tokenizer.separator=NUMBER"
+        if not needed and value is not None:
+            yield f"tokenizer.{key}={value}: tokenizer={tokenizer.name.name} has no use for it; write null"
+
+
+def resolve_tokenize(config: TokenizeConfig) -> TokenizeConfig:
+    """The same configuration. Raises ConfigError with every fault."""
+    faults = list(
+        limits(flatten(plain(config)), BOUNDS | {"workers": (1, 4096), "shard_mb": (1, None)})
+    )
+    if config.data.corpus is CorpusName.tokens:
+        faults.append(
+            "data.corpus=tokens: is tokenized already; write data=ultra_fineweb, data=files or data=docstrings"
+        )
+    if config.data.skip_unreadable:
+        faults.append(
+            "data.skip_unreadable=true: shards without a gap or none; restore the file, or take it out of data.root"
+        )
+    faults += [*data_faults(config.data), *tokenizer_faults(config.tokenizer)]
+    if faults:
+        raise ConfigError(faults)
+    return config
+
+
+def resolve_generate(config: GenerateConfig) -> GenerateConfig:
+    """Raises ConfigError with every fault of the settings of scripts/generate.py that needs no run to be seen."""
+    faults = list(limits(flatten(plain(config)), GENERATE_BOUNDS))
+    faults += (
+        ["stop=: an empty text would end every continuation at once; leave it out"]
+        if "" in config.stop
+        else []
+    )
+    if config.temperature == 0:
+        unused = {
+            name: getattr(config, name)
+            for name in ("top_k", "top_p", "min_p")
+            if getattr(config, name) is not None
+        }
+        unused |= {
+            name: value
+            for name, value, usual in (("samples", config.samples, 1), ("seed", config.seed, 0))
+            if value != usual
+        }
+        faults += [
+            f"{key}={value}: has no use with temperature=0, which draws nothing; leave it out"
+            for key, value in unused.items()
+        ]
+    if config.json and config.echo:
+        faults.append("echo=true: has no use with json=true, which holds the prompt; leave it out")
+    if faults:
+        raise ConfigError(faults)
+    return config
+
+
+def resolve_inspect(config: InspectConfig) -> InspectConfig:
+    """The same for scripts/inspect_text.py."""
+    faults = list(limits(flatten(plain(config)), INSPECT_BOUNDS))
+    if (config.text is None) == (config.file is None):
+        faults.append(
+            'text, file: write one of them, text="…" (text=- for standard input) or file=PATH'
+        )
+    if faults:
+        raise ConfigError(faults)
+    return config
+
+
+def _machine(config: TrainConfig) -> Iterator[str]:
+    if config.device is Device.cuda and not torch.cuda.is_available():
+        yield (
+            "device=cuda: this machine has no CUDA GPU that torch can see; `python train.py experiment=demo` trains on "
+            "a CPU in minutes, and device=cpu runs this very configuration there, however long it takes"
+        )
+        return
+    device = resolve_device(config.device)
+    try:
+        choose_attention(config.attention.name, device, DTYPES[config.precision], training=True)
+    except ValueError as fault:
+        yield str(fault)
+    try:
+        compiled = config.compile is not Compile.off
+        beyond = beyond_kernels(config.model)
+        choose_kernels(
+            config.kernels.name, device, DTYPES[config.precision], compiled=compiled, beyond=beyond
+        )
+    except ValueError as fault:
+        yield str(fault)
+    compiler = os.environ.get("CXX", "g++")
+    if (
+        config.compile is not Compile.off
+        and device.type == "cpu"
+        and not (shutil.which(compiler) or shutil.which("clang++"))
+    ):
+        yield f"compile={config.compile.name}: torch.compile needs a C++ compiler on a CPU; install g++, or write compile=off"
+    if config.logger.name is LoggerName.wandb and importlib.util.find_spec("wandb") is None:
+        yield "logger.name=wandb: the package wandb is not installed; `pip install wandb`, or write logger=none"
+
+
+def _parallel(config: TrainConfig) -> Iterator[str]:
+    parallel, world, mode = config.parallel, placement()[1], config.parallel.mode
+    alone = mode is ParallelMode.none or (mode is ParallelMode.auto and world == 1)
+    if mode is ParallelMode.none and world > 1:
+        yield f"parallel.mode=none: there are {world} processes, and each would train the whole run; write parallel.mode=auto"
+    if world == 1 and not alone:
+        yield (
+            f"parallel.mode={mode.name}: needs several processes, and this one is alone; start it with "
+            "`torchrun --nproc_per_node=N train.py …`, or write parallel.mode=auto"
+        )
+    if world > 1 and config.model.tied:
+        yield f"model.tied=true: embedding and head would be cut into different shards on {world} processes; train it on one"
+    yield from _shard_degree(mode, parallel.shard_degree, world)
+    if config.global_batch >= 1 and config.global_batch % world:
+        yield f"global_batch={config.global_batch}: must be a multiple of the {world} processes, which share its streams evenly"
+    if config.cluster.requeue and "SLURM_JOB_ID" not in os.environ:
+        yield "cluster.requeue=true: this is no SLURM job (SLURM_JOB_ID is not set); write cluster=local"
+    if config.cluster.requeue and config.resume != "auto":
+        yield (
+            f"resume={config.resume}: a job that is queued again starts with the same words, and would begin there every time; "
+            "write resume=auto"
+        )
+    data = config.data
+    patience = (data.retries + 1) * data.timeout + sum(
+        min(60.0, 2.0**tried) for tried in range(data.retries)
+    )
+    if world > 1 and data.corpus is CorpusName.ultra_fineweb and patience >= parallel.timeout:
+        yield (
+            f"parallel.timeout={parallel.timeout:g}: one rank may try a read for {patience:.0f} s (data.retries, data.timeout), "
+            f"and the others would give it up before; write parallel.timeout={2 * patience:.0f}"
+        )
+
+
+def _shard_degree(mode: ParallelMode, degree: int | None, world: int) -> Iterator[str]:
+    if mode is not ParallelMode.hsdp:
+        if degree is not None:
+            yield f"parallel.shard_degree={degree}: has no use without parallel.mode=hsdp; write null, or that mode"
+        return
+    choices = [n for n in range(2, world) if world % n == 0]
+    if world > 1 and degree not in choices:
+        hint = (
+            f"write {' or '.join(map(str, choices))}"
+            if choices
+            else f"{world} cannot be; write parallel.mode=fsdp"
+        )
+        given = "null" if degree is None else degree
+        yield f"parallel.shard_degree={given}: must cut the {world} processes into several groups of several; {hint}"
+
+
+CHECKS: tuple[Callable[[TrainConfig], Iterator[str]], ...] = (
+    *(_bounds, _depth, _ablations, _match, _shapes),
+    *(_schedule, _data, _machine, _parallel),
+)

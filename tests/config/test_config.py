@@ -1,0 +1,367 @@
+"""What the configuration refuses, and that it names every fault at once, with its key, its value and a remedy."""
+
+import dataclasses
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+from lrattnres.config import (
+    ConfigError,
+    EvalConfig,
+    TokenizeConfig,
+    TrainConfig,
+    defaults,
+    fields_of,
+    flatten,
+    parse,
+    plain,
+)
+from lrattnres.config.bounds import BOUNDS
+from lrattnres.config.checks import resolve
+from lrattnres.entry import loosened, of_paper, plain_settings, run_name
+from lrattnres.residual.router import VARIANTS
+from tests.paths import CONFIGS
+
+DEMO = ("experiment=demo", "name=test")
+
+
+def composed(*overrides: str) -> TrainConfig:
+    """What the command line would hand over, before it is checked."""
+    ConfigStore.instance().store(name="train_schema", node=defaults(TrainConfig))
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        tree = compose("train", loosened(overrides, CONFIGS))
+    return parse(TrainConfig, plain_settings(tree))
+
+
+def faults(*overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as refusal:
+        resolve(composed(*DEMO, *overrides))
+    return refusal.value.faults
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model.rank=129", ["model.rank=129", "between 1 and model.dim=128"]),
+        ("model.rank=0", ["model.rank=0", "between 1 and model.dim=128"]),
+        ("model.rank=abc", ["model.rank=abc", "a whole number or null"]),
+        ("model.rank=None", ["model.rank=None", "write model.rank=null"]),
+        ("model.rank=null", ["model.rank=null", "write model.rank="]),
+        ("model.rank=1.5", ["model.rank=1.5", "a whole number"]),
+        ("model.blocks=13", ["model.blocks=13", "2*model.layers=12"]),
+        ("model.blocks=0", ["model.blocks=0", "null makes every sub-layer a source"]),
+        ("model.heads=3", ["model.dim=128", "model.heads=3"]),
+        ("model.heads=128", ["model.heads=128", "1 dimensions", "even"]),
+        ("model.kv_heads=3", ["model.kv_heads=3", "model.heads=4", "null"]),
+        ("model.head_dim=7", ["model.head_dim=7", "write 8"]),
+        ("model.rope_scaling.factor=2", ["model.rope_scaling.factor=2", "kind=none"]),
+        ("model.norm_eps=-1", ["model.norm_eps=-1", "between 0 and"]),
+        ("model.qk_norm=rms", ["model.qk_norm=rms", "plain, gains, none"]),
+        ("model.vocabulary=256", ["model.vocabulary=256", "257", "null"]),
+        ("micro_batch=5", ["micro_batch=5", "global_batch=16", "micro_batch=4"]),
+        (
+            "model.residual=slr",
+            ["model.residual=slr", "baseline, attn_res, p_lr, s_lr, delta", "did you mean s_lr"],
+        ),
+        ("model.routing=plus", ["model.routing=plus", "replace, add"]),
+        ("compile=no", ["compile=no", "off, model, regions"]),
+        ("attention=fast", ["attention=fast", "auto, flash, varlen, flex, sdpa"]),
+        ("documents=no", ["documents=no", "true or false"]),
+        ("model.rnak=3", ["model.rnak=3", "no such key", "did you mean model.rank"]),
+        ("sed=3", ["sed=3", "no such key", "did you mean seed"]),
+        ("optimizer.muon_lr=fast", ["optimizer.muon_lr=fast", "a number"]),
+        ("optimizer.warmup=290", ["optimizer.warmup=290", "steps=300"]),
+        ("optimizer.iterations=6", ["optimizer.iterations=6", "newton_schulz"]),
+        ("data.holdout=0", ["data.holdout=0", "between 0 and 1"]),
+        ("data.root=x", ["data.root=x", "data=files"]),
+        ("data=files", ["data.root=null", "write data.root="]),
+        ("data=tokens", ["data.root=null", "scripts/tokenize_corpus.py"]),
+        ("data.min_score=0.5", ["data.min_score=0.5", "docstrings", "null"]),
+        ("data.max_tokens=5", ["data.max_tokens=5", "data=tokens"]),
+        ("data.revision=main", ["data.revision=main", "only the hub"]),
+        ("data.workers=-1", ["data.workers=-1", "between 0 and 256"]),
+        ("resume=last", ["resume=last", "auto, none"]),
+        ("seed=-1", ["seed=-1", "between 0 and"]),
+        ("steps=0", ["steps=0", "at least 1"]),
+        ("evaluation.tokens=0", ["evaluation.tokens=0", "at least 1"]),
+        ("attention=flex", ["attention=flex", "no backward", "attention=sdpa"]),
+    ],
+)
+def test_a_fault_names_key_value_and_remedy(override: str, words: list[str]) -> None:
+    if override == "attention=flex" and torch.cuda.is_available():
+        pytest.skip("flex trains on a GPU")
+    (fault,) = faults(override)
+    for word in words:
+        assert word in fault
+
+
+def test_a_job_that_is_queued_again_does_not_begin_at_one_step_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    (fault,) = faults("cluster.requeue=true", "resume=20")
+    assert "resume=20" in fault and "write resume=auto" in fault
+    resolve(composed(*DEMO, "cluster.requeue=true"))
+
+
+def test_a_rank_may_try_no_read_for_longer_than_the_others_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    streamed = ["data=ultra_fineweb", "tokenizer=cl100k_base"]
+    (fault,) = faults(*streamed, "data.retries=12")
+    assert "parallel.timeout=600" in fault and "write parallel.timeout=" in fault
+    resolve(composed(*DEMO, *streamed))
+
+
+def test_all_faults_come_at_once() -> None:
+    typed = faults("model.rank=abc", "compile=no", "foo=1", "model.layrs=2")
+    assert len(typed) == 4
+    crossed = faults("model.rank=500", "model.blocks=99", "micro_batch=7", "data.holdout=2")
+    assert len(crossed) == 4
+
+
+def test_without_a_gpu_the_paper_says_what_runs_here() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(ConfigError, match="experiment=demo"):
+        resolve(composed("name=x"))
+
+
+def test_the_default_is_the_papers_run() -> None:
+    config = composed("name=x", "device=cpu")
+    resolved, notes = resolve(config)
+    model = resolved.model
+    assert (model.residual, model.blocks, model.rank) == ("s_lr", 8, 64)
+    assert (model.layers, model.dim, model.heads, model.mlp_width) == (24, 1024, 16, 2816)
+    assert (model.context, model.vocabulary, model.rope_base, model.init_std) == (
+        2048,
+        100_277,
+        500_000,
+        0.02,
+    )
+    assert (config.steps, config.global_batch * model.context, config.z_loss) == (
+        38_146,
+        262_144,
+        1e-5,
+    )
+    optimizer = config.optimizer
+    assert (optimizer.muon_lr, optimizer.adam_lr, optimizer.warmup, optimizer.warmdown) == (
+        1e-3,
+        3e-4,
+        2000,
+        0.2,
+    )
+    assert (
+        optimizer.momentum,
+        optimizer.momentum_low,
+        optimizer.momentum_rise,
+        optimizer.momentum_fall,
+    ) == (
+        0.95,
+        0.85,
+        300,
+        100,
+    )
+    assert (
+        optimizer.muon_weight_decay,
+        optimizer.adam_beta1,
+        optimizer.adam_beta2,
+        optimizer.clip,
+    ) == (0.1, 0.9, 0.95, 1.0)
+    assert (optimizer.final, optimizer.cautious, optimizer.iterations) == (0.1, True, 5)
+    assert (
+        config.evaluation.tokens == 200_000_000
+        and config.evaluation.diagnostics_tokens == 1_000_000
+    )
+    assert config.documents and notes == []
+
+
+@pytest.mark.parametrize("residual", list(VARIANTS))
+def test_every_variant_composes_and_records_what_it_uses(residual: str) -> None:
+    config, notes = resolve(composed(*DEMO, f"model.residual={residual}", "model.routing=add"))
+    keys = VARIANTS[residual].keys
+    assert (config.model.rank is None) == (keys is None or not keys.ranked)
+    assert (config.model.blocks is None) == (config.model.routing is None) == (keys is None)
+    unused = [name for name in ("rank", "blocks", "routing") if getattr(config.model, name) is None]
+    assert len(notes) == len(unused)
+    for name, note in zip(unused, notes, strict=True):
+        assert f"model.{name}" in note and residual in note
+
+
+@pytest.mark.parametrize(
+    "group", ["model", "data", "tokenizer", "optimizer", "logger", "experiment"]
+)
+def test_every_shipped_choice_is_possible(group: str, tmp_path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    for file in sorted((CONFIGS / group).glob("*.yaml")):
+        extra = [f"data.root={tmp_path}"] if file.stem in ("files", "tokens") else []
+        if group == "tokenizer" or group == "data":
+            extra.append("model.vocabulary=null")
+        if file.stem == "pretrained":
+            extra += [f"tokenizer.path={tmp_path}", "tokenizer.separator=0", "model.vocabulary=99"]
+        resolve(composed("name=x", "device=cpu", f"{group}={file.stem}", *extra, "optimizer.warmup=2", "compile=off",
+                         "optimizer.momentum_rise=0", "optimizer.momentum_fall=0"))  # fmt: skip
+
+
+def test_every_field_is_documented_and_bounds_exist() -> None:
+    for schema in (TrainConfig, EvalConfig, TokenizeConfig):
+        for key, (_, metadata) in fields_of(schema).items():
+            assert len(metadata["help"]) > 8, key
+    assert set(BOUNDS) <= set(fields_of(TrainConfig))
+
+
+def test_a_resolved_configuration_survives_its_file() -> None:
+    config, _ = resolve(composed(*DEMO))
+    text = OmegaConf.to_yaml(OmegaConf.create(plain(config)))
+    assert parse(TrainConfig, OmegaConf.to_container(OmegaConf.create(text))) == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        ([], "demo-s_lr-N4-r16"),
+        (["experiment=demo", "++model.residual=s_lr"], "demo-s_lr-N4-r16"),
+        (
+            ["++seed=2", "++optimizer.muon_lr=0.02"],
+            "demo-s_lr-N4-r16-optimizer.muon_lr=0.02-seed=2",
+        ),
+        (
+            ["++optimizer.muon_lr=0.02", "++seed=2"],
+            "demo-s_lr-N4-r16-optimizer.muon_lr=0.02-seed=2",
+        ),
+        (
+            ["++resume=none", "logger=wandb", "++checkpoint.every=7", "++threads=1"],
+            "demo-s_lr-N4-r16",
+        ),
+        (
+            ["data=files", "++data.root=my texts/a"],
+            "demo-s_lr-N4-r16-data=files-data.root=my_texts_a",
+        ),
+    ],
+)
+def test_the_name_follows_from_the_choices(overrides: list[str], name: str) -> None:
+    assert run_name("demo", composed(*DEMO), overrides) == name
+
+
+def test_names_of_variants_differ() -> None:
+    config = composed(*DEMO)
+    full = dataclasses.replace(config, model=dataclasses.replace(config.model, blocks=None))
+    assert run_name("demo", full, []) == "demo-s_lr-full-r16"
+    baseline, _ = resolve(composed(*DEMO, "model.residual=baseline"))
+    assert run_name("demo", baseline, []) == "demo-baseline"
+    long = run_name("demo", config, [f"++k{i}={'x' * 50}" for i in range(9)])
+    assert len(long) <= 150 and long != run_name(
+        "demo", config, [f"++k{i}={'y' * 50}" for i in range(9)]
+    )
+
+
+def test_only_settings_are_loosened() -> None:
+    assert loosened(["run=runs/demo-steps=6-seed=1", "run='runs/a=b'"], CONFIGS) == [
+        "++run='runs/demo-steps=6-seed=1'", "++run='runs/a=b'",
+    ]  # fmt: skip
+    given = [
+        "model=demo",
+        "model.rank=3",
+        "+table1=glob(*)",
+        "seed=1,2",
+        "-m",
+        "hydra.sweep.dir=x",
+        "~model.rank",
+    ]
+    assert loosened(given, CONFIGS) == [
+        "model=demo", "++model.rank=3", "+table1=glob(*)", "++seed=1,2", "-m", "hydra.sweep.dir=x", "~model.rank",
+    ]  # fmt: skip
+
+
+def test_flatten_names_leaves_by_their_path() -> None:
+    assert flatten({"a": {"b": 1, "c": {}}, "d": None}) == {"a.b": 1, "a.c": {}, "d": None}
+
+
+# Row, residual path, N and r of the paper's Table 1, and r at an eighth of its width.
+GRID = [
+    ("01_baseline", "baseline", None, None, None),
+    ("02_full_attn_res", "attn_res", None, None, None),
+    ("03_block4_attn_res", "attn_res", 4, None, None),
+    ("04_block8_attn_res", "attn_res", 8, None, None),
+    ("05_block16_attn_res", "attn_res", 16, None, None),
+    ("06_full_p_lr_r16", "p_lr", None, 16, 2),
+    ("07_full_p_lr_r32", "p_lr", None, 32, 4),
+    ("08_full_p_lr_r64", "p_lr", None, 64, 8),
+    ("09_block4_p_lr_r32", "p_lr", 4, 32, 4),
+    ("10_block8_p_lr_r32", "p_lr", 8, 32, 4),
+    ("11_block16_p_lr_r32", "p_lr", 16, 32, 4),
+    ("12_full_s_lr_r16", "s_lr", None, 16, 2),
+    ("13_full_s_lr_r32", "s_lr", None, 32, 4),
+    ("14_full_s_lr_r64", "s_lr", None, 64, 8),
+    ("15_full_s_lr_r128", "s_lr", None, 128, 16),
+    ("16_full_s_lr_r256", "s_lr", None, 256, 32),
+    ("17_full_s_lr_r512", "s_lr", None, 512, 64),
+    ("18_block4_s_lr_r64", "s_lr", 4, 64, 8),
+    ("19_block8_s_lr_r64", "s_lr", 8, 64, 8),
+    ("20_block16_s_lr_r64", "s_lr", 16, 64, 8),
+]
+
+
+def test_the_grid_of_table_1_is_whole() -> None:
+    assert sorted(file.stem for file in (CONFIGS / "table1").iterdir()) == [row[0] for row in GRID]
+
+
+@pytest.mark.parametrize(
+    ("row", "residual", "blocks", "paper_rank", "proxy_rank"), GRID, ids=[row[0] for row in GRID]
+)
+def test_a_row_of_table_1_at_both_sizes(
+    row: str, residual: str, blocks: int | None, paper_rank: int, proxy_rank: int
+) -> None:
+    for experiment, rank in (("paper", paper_rank), ("proxy", proxy_rank)):
+        config, notes = resolve(
+            composed(
+                "device=cpu", "name=x", f"experiment={experiment}", f"+table1={row}", "compile=off"
+            )
+        )
+        assert (config.model.residual, config.model.blocks, config.model.rank) == (
+            residual,
+            blocks,
+            rank,
+        ) and notes == []
+        name = run_name(
+            experiment, config, [f"+table1={row}", f"experiment={experiment}", "++seed=2"]
+        )
+        granularity = "" if residual == "baseline" else f"-N{blocks}" if blocks else "-full"
+        assert name == f"{experiment}-{residual}{granularity}{f'-r{rank}' if rank else ''}-seed=2"
+        assert (f"rank {rank} of {config.model.dim}" if rank else "no rank") in of_paper(
+            row, config
+        )
+
+
+def test_a_rank_that_was_written_wins_and_one_that_is_no_whole_number_is_refused() -> None:
+    row = ("experiment=proxy", "+table1=10_block8_p_lr_r32", "name=x")
+    assert composed(*row, "model.rank=5").model.rank == 5
+    assert composed(*row, "model.dim=96", "model.heads=2").model.rank == 3
+    for dim, width in ((100, "3.125"), (16, "0.5")):
+        with pytest.raises(
+            ConfigError, match=rf"model\.dim={dim}: 32 of 1024 .* {width}; write model\.rank="
+        ):
+            composed(*row, f"model.dim={dim}")
+    assert composed(*row, "model.dim=100", "model.rank=3").model.rank == 3
+    with pytest.raises(ConfigError, match=r"model\.dim=abc: must be a whole number"):
+        composed(*row, "model.dim=abc")
+
+
+def test_the_proxy_is_as_large_as_its_page_says() -> None:
+    config, _ = resolve(composed("experiment=proxy", "name=x"))
+    assert (config.steps, config.global_batch, config.micro_batch, config.compile.name) == (
+        200,
+        8,
+        8,
+        "off",
+    )
+    assert (
+        config.evaluation.every,
+        config.evaluation.tokens,
+        config.evaluation.diagnostics_tokens,
+    ) == (100, 131_072, 65_536)
