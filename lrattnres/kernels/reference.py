@@ -80,11 +80,11 @@ def depth_attention(
 ) -> Tensor:
     """Σ α_i v_i over the sources; values: one [..., d] a source. Returns [..., d] in float32."""
     return scoring.join(
-        _weighted_sum(depth_weights(query, keys, scoring), list(map(scoring.split, values)))
+        weighted_sum(depth_weights(query, keys, scoring), list(map(scoring.split, values)))
     )
 
 
-def _weighted_sum(weights: Tensor, values: Sequence[Tensor]) -> Tensor:
+def weighted_sum(weights: Tensor, values: Sequence[Tensor]) -> Tensor:
     first, *others = weights.unsqueeze(-1).unbind(-2)
     mixture = first * _wide(values[0])
     for weight, value in zip(others, values[1:], strict=True):
@@ -151,12 +151,12 @@ def read(
     mixed = list(map(scoring.split, values))
     all_logits = torch.cat([logits[0], *(part.stats.unsqueeze(-1) for part in parts)], dim=-1)
     hidden = scoring.join(
-        _weighted_sum(
+        weighted_sum(
             torch.softmax(all_logits, dim=-1), [*mixed, *(part.mixture for part in parts)]
         )
     )
     out = (rms_norm(hidden) if normalize else hidden).to(values[0].dtype)
     prepared = tuple(
-        Part(_weighted_sum(torch.softmax(s, dim=-1), mixed), s.logsumexp(-1)) for s in logits[1:]
+        Part(weighted_sum(torch.softmax(s, dim=-1), mixed), s.logsumexp(-1)) for s in logits[1:]
     )
     return Reading(out, tuple(values), tuple(keys), prepared)
