@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import distributed
 
 from lrattnres.config import ConfigError, TrainConfig, defaults, fields_of, flatten, parse, plain
+from lrattnres.config.schema import alternatives
 from lrattnres.data.errors import DataError, UnreadableError
 from lrattnres.distributed.ranks import Elsewhere, causes, network_failed, placement
 from lrattnres.exchange.folder import FolderError, read_exported
@@ -107,7 +108,7 @@ def settings(schema: type[T], arguments: Iterable[str]) -> T:
             texts.setdefault(key, []).append(value)
         elif key in tree or key in texts:
             faults.append(f"{argument}: {key} is there already; write it once")
-        elif str in getattr(kind, "__args__", (kind,)):
+        elif str in alternatives(kind):
             texts[key] = None if value == "null" and kind is not str else value
         else:
             value = re.sub(

@@ -27,7 +27,7 @@ def table(schema: type) -> str:
         value = values[key]
         shown = (
             ""
-            if value == MISSING
+            if value in (MISSING, {})
             else "null"
             if value is None
             else str(value).lower()

@@ -39,6 +39,9 @@ from lrattnres.config.schema import defaults as defaults
 from lrattnres.config.schema import expected as expected
 from lrattnres.config.schema import fields_of as fields_of
 from lrattnres.config.schema import flatten as flatten
+from lrattnres.config.schema import leaf_of as leaf_of
 from lrattnres.config.schema import option as option
 from lrattnres.config.schema import parse as parse
+from lrattnres.config.schema import parse_options as parse_options
 from lrattnres.config.schema import plain as plain
+from lrattnres.config.schema import values_of as values_of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from lrattnres.config.schema import option
 
@@ -106,6 +107,7 @@ class ModelConfig:
     routing: Routing | None = option(
         "how the mixture is used: replace the stream or add to it; null: as published", None
     )
+    path: dict[str, Any] = option("settings of the residual path of its own", dict)
     layers: int = option("number L of transformer blocks, each of two sub-layers")
     dim: int = option("width d of the residual stream")
     heads: int = option("attention heads; dim / heads must be even")

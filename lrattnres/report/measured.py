@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from lrattnres.config import ConfigError, TrainConfig, parse
+from lrattnres.config import ConfigError, TrainConfig, leaf_of, parse
 from lrattnres.report.compare import Entry, Group
 from lrattnres.report.paper import SHARPNESS
 from lrattnres.report.read import DEFAULTS, SCHEMA, Run, finite
@@ -133,16 +134,18 @@ def _memory(run: Run) -> float | None:
     ranks = [
         int(part) for part in str(run.machine.get("ranks", "1")).split(" x ") if part.isdigit()
     ]
-    settings = tuple(
-        (key, run.settings[key]) for key in SCHEMA if key not in ("name", "seed", "runs")
-    )
+    settings = {
+        key: value
+        for key, value in run.settings.items()
+        if leaf_of(SCHEMA, key) and key not in ("name", "seed", "runs")
+    }
     try:
-        return _estimate(settings, math.prod(ranks))
+        return _estimate(json.dumps(settings), math.prod(ranks))
     except (ConfigError, ValueError):
         return None
 
 
 @cache
-def _estimate(settings: tuple[tuple[str, object], ...], world: int) -> float:
-    tree = DEFAULTS | dict(settings) | {"name": "report", "seed": 0}
+def _estimate(settings: str, world: int) -> float:
+    tree = DEFAULTS | json.loads(settings) | {"name": "report", "seed": 0}
     return float(estimate_memory(parse(TrainConfig, tree), world).total)

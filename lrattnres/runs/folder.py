@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from omegaconf import OmegaConf
 
-from lrattnres.config import ConfigError, TrainConfig, fields_of, flatten, parse, plain
+from lrattnres.config import ConfigError, TrainConfig, fields_of, parse, plain, values_of
 from lrattnres.data.listing import differences
 from lrattnres.runs.environment import describe_environment
 from lrattnres.runs.files import from_json, to_json, write_atomic
@@ -189,8 +189,8 @@ class RunFolder:
             raise RunError(f"{self.path}: there is a run already, and resume=none; {remedy}")
         leaves, before, now = (
             fields_of(TrainConfig),
-            flatten(plain(self.read_config(self.path))),
-            flatten(plain(config)),
+            values_of(self.read_config(self.path)),
+            values_of(config),
         )
         faults = [
             f"{key}: {before[key]} at the start, {now[key]} now"

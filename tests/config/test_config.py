@@ -16,8 +16,11 @@ from lrattnres.config import (
     defaults,
     fields_of,
     flatten,
+    option,
     parse,
+    parse_options,
     plain,
+    values_of,
 )
 from lrattnres.config.bounds import BOUNDS
 from lrattnres.config.checks import resolve
@@ -280,6 +283,40 @@ def test_only_settings_are_loosened() -> None:
 
 def test_flatten_names_leaves_by_their_path() -> None:
     assert flatten({"a": {"b": 1, "c": {}}, "d": None}) == {"a.b": 1, "a.c": {}, "d": None}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    n: int = option("streams")
+    tanh: bool = option("with tanh", False)
+    widths: list[int] = option("some widths", list)
+
+
+def test_settings_of_a_residual_path_are_free_and_reach_it() -> None:
+    config = composed(*DEMO, "model.path.n=2", "model.path.deep.er=[a,null]", "+model.path.m=1.5")
+    assert config.model.path == {"n": 2, "deep": {"er": ["a", None]}, "m": 1.5}
+    assert composed(*DEMO).model.path == {} == defaults(TrainConfig)["model"]["path"]
+    assert flatten(plain(config))["model.path.n"] == 2
+    assert parse(TrainConfig, plain(config)) == config
+    assert values_of(config).keys() == fields_of(TrainConfig).keys()
+    assert values_of(config)["model.path"]["deep.er"] == ["a", None]
+    (wrong,) = faults("model.path=3")
+    assert "model.path=3: must be settings" in wrong
+    with pytest.raises(ConfigError) as refusal:
+        composed(*DEMO, "model.paht.n=2", "seed.n=3")
+    assert len(refusal.value.faults) == 2
+
+
+def test_settings_of_a_residual_path_are_parsed_as_all_others_are() -> None:
+    assert parse_options(Options, {"n": 2, "widths": [1]}, "model.path") == Options(2, False, [1])
+    with pytest.raises(ConfigError) as refusal:
+        parse_options(Options, {"tan": 1, "tanh": "abc", "widths": ["x"]}, "model.path")
+    assert refusal.value.faults == [
+        "model.path.tan=1: no such key; did you mean model.path.tanh?",
+        "model.path.tanh=abc: must be true or false; write true or false",
+        "model.path.widths=['x']: must be a list of whole numbers",
+        "model.path.n: not set; write model.path.n=… (a whole number: streams)",
+    ]
 
 
 # Row, residual path, N and r of the paper's Table 1, and r at an eighth of its width.
