@@ -19,6 +19,7 @@ from typing import Any
 
 import common
 import torch
+from lrattnres.residual.router import DepthRouter
 from step import SHAPES
 from torch import Tensor
 
@@ -28,7 +29,6 @@ from lrattnres.model.attention import choose_attention
 from lrattnres.model.decoder import Decoder, blockwise
 from lrattnres.model.transformer import Transformer, build_model
 from lrattnres.residual.fused.schedule import steps
-from lrattnres.residual.router import DepthRouter
 
 VARIANTS = [
     "baseline",

@@ -23,13 +23,13 @@ from typing import Any
 
 import common
 import torch
+from lrattnres.residual.router import VARIANTS, DepthRouter
 from torch import Tensor
 
 from lrattnres import depth_attention
 from lrattnres.kernels.backends import KERNELS
 from lrattnres.kernels.launch import INTERPRETED
 from lrattnres.residual.plan import DepthPlan
-from lrattnres.residual.router import VARIANTS, DepthRouter
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}

@@ -22,7 +22,7 @@ from lrattnres.config.schema import alternatives
 from lrattnres.data.errors import DataError, UnreadableError
 from lrattnres.distributed.ranks import Elsewhere, causes, network_failed, placement
 from lrattnres.exchange.folder import FolderError, read_exported
-from lrattnres.residual.router import VARIANTS
+from lrattnres.residual.base import path_of
 from lrattnres.runs.checkpoint import CheckpointError
 from lrattnres.runs.folder import RunError
 from lrattnres.runs.metrics import MetricsError
@@ -318,13 +318,10 @@ def run_name(experiment: str, config: TrainConfig, overrides: Iterable[str]) -> 
     Choices on which no result depends do not count, so that they can change when a run is continued.
     """
     model = config.model
-    blocks = f"N{model.blocks}" if model.blocks else "full"
-    parts = [experiment, model.residual]
-    parts += [model.routing.name] if model.routing else []
-    parts += [blocks] if VARIANTS[model.residual].keys else []
-    parts += [f"r{model.rank}"] if model.rank else []
+    parts = [experiment, model.residual, *path_of(model).label(model)]
     ignored = {
         "experiment",
+        "path",
         "table1",
         "logger",
         "cluster",

@@ -14,8 +14,8 @@ from composing import TABLE1, composed
 from lrattnres.config import TrainConfig
 from lrattnres.config.checks import DTYPES
 from lrattnres.entry import REFUSED
+from lrattnres.residual.base import path_of
 from lrattnres.residual.cost import Cost, cost
-from lrattnres.residual.router import VARIANTS
 
 HEADS = (
     "row",
@@ -27,37 +27,30 @@ HEADS = (
     "projections",
     "parameters",
     "added",
-    "source cache",
+    "carried",
 )
 
 
 def priced(config: TrainConfig) -> tuple[Cost, int]:
-    """The cost, and bytes of source cache a token."""
-    price = cost(config.model, VARIANTS[config.model.residual].keys)
-    return price, price.cache * DTYPES[config.precision].itemsize
+    """The cost, and bytes a token that the residual path carries."""
+    price = cost(config.model)
+    return price, price.added.carried * DTYPES[config.precision].itemsize
 
 
 def description(config: TrainConfig) -> str:
     """One configuration, a line a figure."""
     model, (price, cached) = config.model, priced(config)
-    blocks = (
-        ""
-        if price.cache == 0
-        else f", {model.blocks} blocks"
-        if model.blocks
-        else ", every sub-layer a source"
-    )
-    rank = f", rank {model.rank}" if model.rank else ""
+    path = path_of(model).description(model)
     facts = {
-        "model": f"{model.layers} blocks of width {model.dim}, {model.residual}{blocks}{rank}",
+        "model": f"{model.layers} blocks of width {model.dim}, {path}",
         "core": f"{price.core:,} multiply-adds a token",
         "besides": f"head {price.head:,}, attention {price.attention:,}",
-        "reads": f"{price.routing:,}: scores {price.scores:,}, mixtures {price.mixtures:,}",
-        "projections": f"{price.projection:,}",
+        "mixing": f"{price.added.mixing:,}",
+        "projections": f"{price.added.projections:,}",
         "added": f"{price.added_percent:.4f}% of the core",
         "training": f"{price.training_flops:,} FLOPs a token, all of it",
-        "parameters": f"{price.model_parameters:,}, of them {price.parameters:,} of the routing",
-        "cache": f"{cached:,} bytes of sources a token ({config.precision.name})",
+        "parameters": f"{price.model_parameters:,}, of them {price.added.parameters:,} of the residual path",
+        "carried": f"{cached:,} bytes a token at most ({config.precision.name})",
     }
     return "\n".join(f"{name:<13}{value}" for name, value in facts.items())
 
@@ -65,9 +58,10 @@ def description(config: TrainConfig) -> str:
 def row(name: str, config: TrainConfig) -> tuple[str, ...]:
     """One line of the grid's table, under HEADS."""
     model, (price, cached) = config.model, priced(config)
-    blocks = "" if price.cache == 0 else str(model.blocks or "full")
-    share = [f"{100 * part / price.core:.4f}%" for part in (price.routing, price.projection)]
-    counts = (f"{price.model_parameters:,}", f"{price.parameters:,}", f"{cached:,} B")
+    blocks = str(model.blocks or "full") if path_of(model).attends else ""
+    parts = (price.added.mixing, price.added.projections)
+    share = [f"{100 * part / price.core:.4f}%" for part in parts]
+    counts = (f"{price.model_parameters:,}", f"{price.added.parameters:,}", f"{cached:,} B")
     return (
         name[:2],
         model.residual,

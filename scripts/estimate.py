@@ -18,7 +18,6 @@ from lrattnres.config import AC, Device, TrainConfig
 from lrattnres.config.checks import DTYPES
 from lrattnres.entry import REFUSED
 from lrattnres.residual.cost import cost
-from lrattnres.residual.router import VARIANTS
 from lrattnres.training.machine import DATA_SHEETS
 from lrattnres.training.memory import GB, Memory, estimate_memory
 
@@ -46,13 +45,13 @@ GPUS = {
 
 def seconds(config: TrainConfig, gpu: Gpu, gpus: int) -> float:
     """Of one step."""
-    price = cost(config.model, VARIANTS[config.model.residual].keys)
+    price = cost(config.model)
     tokens = config.global_batch * config.model.context / gpus
     again = 1.0 if config.ac is AC.none else 4 / 3  # a second forward pass
     arithmetic = price.training_flops * again * tokens / gpu.flops
     size = DTYPES[config.precision].itemsize
     depth = (
-        3 * again * price.routing * size * tokens / gpu.bandwidth
+        3 * again * price.added.mixing * size * tokens / gpu.bandwidth
     )  # every source read once a pass
     weights = price.model_parameters
     passes = -(-config.global_batch // (gpus * config.micro_batch))
@@ -81,7 +80,7 @@ def lines(config: TrainConfig, name: str, gpus: int) -> list[str]:
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    price = cost(config.model, VARIANTS[config.model.residual].keys)
+    price = cost(config.model)
     return [
         f"{gpus} x {name} ({gpu.memory / GB:.0f} GB), {price.training_flops * config.global_batch * config.model.context:.3g} "
         f"FLOPs a step of {config.global_batch} x {config.model.context} tokens, micro-batch {config.micro_batch}; GB a GPU:",

@@ -21,7 +21,6 @@ from composing import ROOT, TABLE1, composed
 from lrattnres.config import TrainConfig
 from lrattnres.entry import REFUSED, run_name
 from lrattnres.residual.cost import cost
-from lrattnres.residual.router import VARIANTS
 from lrattnres.runs.checkpoint import Checkpoints
 from lrattnres.runs.folder import RunFolder
 from lrattnres.runs.metrics import MetricsFile
@@ -70,9 +69,7 @@ def member(settings: list[str], row: str, *seed: str) -> Member:
     folder = RunFolder(Path(config.runs) / config.name)
     saved = Checkpoints(folder.checkpoints_path).steps() if folder.checkpoints_path.is_dir() else []
     done = config.steps if folder.finished() else min(max(saved, default=0), config.steps - 1)
-    return Member(
-        row, config, cost(config.model, VARIANTS[config.model.residual].keys).routing, done
-    )
+    return Member(row, config, cost(config.model).added_compute, done)
 
 
 def seconds_a_token(settings: list[str], row: str) -> float:

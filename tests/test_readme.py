@@ -11,8 +11,8 @@ from lrattnres.config.checks import resolve, resolve_generate, resolve_inspect
 from lrattnres.config.commands import ConvertConfig, ExportConfig, GenerateConfig, InspectConfig
 from lrattnres.entry import settings
 from scripts.config_reference import reference
-from tests.paths import ROOT
 from tests.config.test_config import composed
+from tests.paths import ROOT
 
 README = (ROOT / "README.md").read_text()
 PAGES = README + "".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.md")))

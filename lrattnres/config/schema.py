@@ -26,9 +26,16 @@ class ConfigError(Exception):
         super().__init__("\n".join(f"  - {fault}" for fault in faults))
 
 
-def option(help: str, default: Any = MISSING, *, may_change: bool = False) -> Any:
+def option(
+    help: str,
+    default: Any = MISSING,
+    *,
+    may_change: bool = False,
+    at_least: Any = None,
+    at_most: Any = None,
+) -> Any:
     """A documented field. `may_change`: a run may be continued with another value; results depend on it by rounding at most."""
-    metadata = {"help": help, "may_change": may_change}
+    metadata = {"help": help, "may_change": may_change, "at_least": at_least, "at_most": at_most}
     if isinstance(default, type):  # a part of the schema, dict or list
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)

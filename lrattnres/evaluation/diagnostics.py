@@ -38,12 +38,14 @@ def diagnose(
     of_batches = []
     for batch in shares(windows, ranks):
         pause()
-        probe = DepthProbe(model.router)
+        probe = DepthProbe(model.router, trace=True)
         observe = partial(probe, valid=batch[:, 1:] != IGNORE)
-        window_losses(model, batch, separator, documents=documents, observe=observe)
+        window_losses(
+            model, batch, separator, documents=documents, observe=observe, path=probe.path
+        )
         of_batches.append(torch.cat(probe.sums()))
     in_order = ranks.gather(torch.stack(of_batches)).transpose(0, 1).flatten(0, 1)
-    total = DepthProbe(model.router)
+    total = DepthProbe(model.router, trace=True)
     sums = total.sums()
     for own, value in zip(
         sums, reduce(torch.add, in_order).split([len(own) for own in sums]), strict=True

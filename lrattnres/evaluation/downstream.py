@@ -121,7 +121,7 @@ def evaluate_tasks(config: EvalConfig) -> Path:
         "device": str(model.head.weight.device),
         "precision": (config.precision or precision).name,
     }
-    backends |= {"attention": model.attention.name, "depth_kernels": model.router.kernels.name}
+    backends |= {"attention": model.attention.name, "depth_kernels": model.kernels.name}
     print(
         f"{source.path}: {', '.join(backends.values())}; {len(config.downstream)} tasks, tokenizer {tokenizer.name}"
     )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lrattnres.data.packing import IGNORE, split_windows
 from lrattnres.model.transformer import Observer, Transformer
+from lrattnres.residual.base import ResidualPath
 
 
 class Losses(NamedTuple):
@@ -40,6 +41,7 @@ def window_losses(
     *,
     documents: bool,
     observe: Observer | None = None,
+    path: ResidualPath | None = None,
 ) -> Losses:
     """The losses of windows [B, T+1]; `documents`: whether attention stays inside a document. An observed pass is eager."""
     inputs, targets, numbers = split_windows(windows, separator)
@@ -47,4 +49,4 @@ def window_losses(
     mask = model.mask(numbers if documents else None, *inputs.shape)
     inputs, targets = inputs.to(device), targets.to(device)
     with nullcontext() if observe is None else torch.compiler.set_stance("force_eager"):
-        return token_losses(model(inputs, mask, observe), targets)
+        return token_losses(model(inputs, mask, observe, path), targets)

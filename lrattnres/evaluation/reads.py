@@ -10,8 +10,8 @@ from torch import Tensor
 from lrattnres.data.packing import segments
 from lrattnres.data.tokenizers import Tokenizer
 from lrattnres.model.transformer import Transformer
+from lrattnres.residual.base import State
 from lrattnres.residual.probe import source_name
-from lrattnres.residual.router import Depth
 
 
 @torch.no_grad()
@@ -27,8 +27,8 @@ def depth_reads(
     numbers = segments(window, separator) if documents else None
     found: dict[int, Tensor] = {}
 
-    def observe(site: int, depth: Depth) -> None:
-        weights = model.router.weights(depth, site)
+    def observe(site: int, state: State) -> None:
+        weights = model.router.weights(state, site)
         if weights is not None:
             found[site + 1] = (weights if model.router.heads == 1 else weights.mean(-2))[0].cpu()
 
@@ -44,7 +44,7 @@ def reads_record(
     A token that is part of a character is spelled by its bytes, as \\xe2.
     """
     reads = depth_reads(model, tokens, tokenizer.separator, documents=documents)
-    plan = model.router.plan
+    path, last = model.router, len(model.sublayers)
     names = [
         tokenizer.spell([token]).decode("utf-8", "backslashreplace") for token in tokens.tolist()
     ]
@@ -56,8 +56,8 @@ def reads_record(
         "sites": [
             {
                 "site": site,
-                "feeds": "head" if site > plan.sublayers else "attention" if site % 2 else "mlp",
-                "sources": [source_name(members) for members in plan.sources(site - 1)],
+                "feeds": "head" if site > last else "attention" if site % 2 else "mlp",
+                "sources": [source_name(members) for members in path.sources_of(site - 1)],
                 "weights": [[round(alpha, 6) for alpha in row] for row in weights.tolist()],
             }
             for site, weights in reads.items()

@@ -20,7 +20,8 @@ from lrattnres.evaluation.heldout import HeldOut, evaluate
 from lrattnres.exchange.folder import Exported, is_exported, read_exported
 from lrattnres.kernels.backends import choose_kernels
 from lrattnres.model.attention import choose_attention
-from lrattnres.model.transformer import Transformer, beyond_kernels, build_model
+from lrattnres.model.transformer import Transformer, build_model
+from lrattnres.residual.base import path_of
 from lrattnres.runs.checkpoint import Checkpoint
 from lrattnres.runs.files import from_json, to_json, write_atomic
 from lrattnres.runs.find import find_checkpoint
@@ -69,9 +70,9 @@ def evaluate_run(config: EvalConfig) -> Evaluation:
     _check_identity(folder, dataset)
     model = load_weights(settings.model, checkpoint, config, settings.precision)
 
-    chosen = f"attention {model.attention.name}, depth kernels {model.router.kernels.name}"
-    if model.router.alone:
-        chosen += f" ({model.router.kernels.reason})"
+    chosen = f"attention {model.attention.name}, depth kernels {model.kernels.name}"
+    if path_of(settings.model).beyond_kernels(settings.model):
+        chosen += f" ({model.kernels.reason})"
     say(f"{checkpoint.path}: {model.head.weight.device}, {settings.precision.name}, {chosen}")
     budget = settings.evaluation
     windows = dataset.held_out_windows(budget.tokens, budget.batch)
@@ -80,7 +81,7 @@ def evaluate_run(config: EvalConfig) -> Evaluation:
     )
     say(_sentence(held_out))
     record = {"step": checkpoint.step, **held_out.record(), "precision": settings.precision.name}
-    record |= {"attention": model.attention.name, "depth_kernels": model.router.kernels.name}
+    record |= {"attention": model.attention.name, "depth_kernels": model.kernels.name}
     record |= {"device": str(model.head.weight.device)}
     diagnostics = None
     if config.diagnostics:
@@ -205,7 +206,11 @@ def load_weights(
     try:
         attention = choose_attention(config.attention.name, device, dtype, training=False)
         kernels = choose_kernels(
-            config.kernels.name, device, dtype, compiled=False, beyond=beyond_kernels(model)
+            config.kernels.name,
+            device,
+            dtype,
+            compiled=False,
+            beyond=path_of(model).beyond_kernels(model),
         )
     except ValueError as fault:
         raise ConfigError([str(fault)]) from fault

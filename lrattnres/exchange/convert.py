@@ -34,7 +34,7 @@ from lrattnres.exchange.folder import (
 from lrattnres.exchange.pretrained import Weights, model_of, weights_of
 from lrattnres.model.attention import BACKENDS
 from lrattnres.model.transformer import Transformer, build_model
-from lrattnres.residual.router import VARIANTS
+from lrattnres.residual.base import path_of, paths
 from lrattnres.runs.files import from_json
 
 # Of a model that was trained here: what it was trained with, so that it is measured on the same held-out tokens.
@@ -126,41 +126,25 @@ def _given(source: Path) -> Given:
 
 
 def _target(config: ConvertConfig, given: ModelConfig) -> ModelConfig:
-    variant, faults = config.model, []
-    keys = VARIANTS[variant.residual].keys if variant.residual in VARIANTS else None
-    if variant.residual not in VARIANTS:
-        faults.append(f"model.residual={variant.residual}: must be one of {', '.join(VARIANTS)}")
-    elif keys is None or not keys.ranked:
-        unused = (
-            {"rank": variant.rank}
-            if keys
-            else {n: getattr(variant, n) for n in ("rank", "blocks", "routing", "gate")}
-        )
-        faults += [
-            f"model.{name}={value}: has no meaning for model.residual={variant.residual}; leave it out"
-            for name, value in unused.items()
-            if value not in (None, False)
-        ]
-    elif variant.rank is None or not 1 <= variant.rank <= given.dim:
-        faults.append(
-            f"model.rank={variant.rank}: {variant.residual} needs a key width between 1 and {given.dim}"
-        )
-    if keys and variant.blocks is not None and not 1 <= variant.blocks <= 2 * given.layers:
-        faults.append(
-            f"model.blocks={variant.blocks}: must be between 1 and {2 * given.layers}, the number of sub-layers"
-        )
-    if config.context is not None and not 1 <= config.context <= given.context:
-        faults.append(
-            f"context={config.context}: must be between 1 and {given.context}, what the model was trained for"
-        )
-    if faults:
-        raise ConfigError(faults)
+    variant, errors = config.model, []
     chosen = {
         name: getattr(variant, name) for name in ("residual", "rank", "blocks", "routing", "gate")
     }
-    return dataclasses.replace(
-        given, **chosen, depth=DepthConfig(), context=config.context or given.context
-    )
+    target = dataclasses.replace(given, **chosen, depth=DepthConfig(), path={})
+    if variant.residual not in paths():
+        errors.append(f"model.residual={variant.residual}: must be one of {', '.join(paths())}")
+    else:
+        path = path_of(target)
+        errors += path.errors(target)
+        errors += [] if errors else [f"{note}; leave it out" for note in path.settled(target)[1]]
+    if config.context is not None and not 1 <= config.context <= given.context:
+        errors.append(
+            f"context={config.context}: must be between 1 and {given.context}, what the model was trained for"
+        )
+    if errors:
+        raise ConfigError(errors)
+    target = path_of(target).settled(target)[0]
+    return dataclasses.replace(target, context=config.context or given.context)
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from lrattnres.data.tokenizers import build_tokenizer
 from lrattnres.exchange.folder import CONFIG, TOKENIZER, figures, new_folder, write_model
 from lrattnres.model.attention import BACKENDS
 from lrattnres.model.transformer import Transformer, build_model
+from lrattnres.residual.base import path_of
 from lrattnres.runs.files import from_json
 from lrattnres.runs.find import find_checkpoint
 from lrattnres.runs.folder import RunFolder
@@ -80,13 +81,7 @@ def model_card(
 ) -> str:
     """The card as Markdown: what the model is, its figures, and how to use it."""
     config = settings.model
-    blocks = f"{config.blocks} blocks" if config.blocks else "every sub-layer a source"
-    keys = f", rank {config.rank}" if config.rank else ""
-    residual = (
-        f"`{config.residual}`, {blocks}{keys}"
-        if model.router.variant.keys
-        else f"`{config.residual}`"
-    )
+    residual = path_of(config).description(config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     rows = [
         ("residual path", residual),

@@ -32,7 +32,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from lrattnres.config import ConfigError, ModelConfig, parse, plain
 from lrattnres.kernels.backends import choose_kernels
 from lrattnres.model.attention import choose_attention
-from lrattnres.model.transformer import Transformer, beyond_kernels, build_model
+from lrattnres.model.transformer import Transformer, build_model
+from lrattnres.residual.base import path_of
 from lrattnres.runs.files import from_json, to_json
 from lrattnres.runs.metrics import MetricsFile
 
@@ -176,7 +177,11 @@ def load_model(
         attention=choose_attention(attention, device, dtype, training=False),
         dtype=dtype,
         kernels=choose_kernels(
-            kernels, device, dtype, compiled=False, beyond=beyond_kernels(exported.model)
+            kernels,
+            device,
+            dtype,
+            compiled=False,
+            beyond=path_of(exported.model).beyond_kernels(exported.model),
         ),
     )
     exported.load({"model": dict(model.state_dict())})

@@ -67,7 +67,7 @@ def generate_run(config: GenerateConfig, source: TextIO, target: TextIO) -> None
     jobs = _jobs(config, prompts, run)
     _say(
         f"{run.checkpoint.path}: {decoder.device}, {run.settings.precision.name}, attention cached, "
-        f"depth kernels {decoder.many.router.kernels.name} over the prompt, {decoder.one.router.kernels.name} over a token"
+        f"depth kernels {decoder.many.kernels.name} over the prompt, {decoder.one.kernels.name} over a token"
     )
     try:
         if len(jobs) == 1 and not config.json:

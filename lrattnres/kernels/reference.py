@@ -151,9 +151,7 @@ def read(
     mixed = list(map(scoring.split, values))
     all_logits = torch.cat([logits[0], *(part.stats.unsqueeze(-1) for part in parts)], dim=-1)
     hidden = scoring.join(
-        weighted_sum(
-            torch.softmax(all_logits, dim=-1), [*mixed, *(part.mixture for part in parts)]
-        )
+        weighted_sum(torch.softmax(all_logits, dim=-1), [*mixed, *(part.mixture for part in parts)])
     )
     out = (rms_norm(hidden) if normalize else hidden).to(values[0].dtype)
     prepared = tuple(

@@ -12,7 +12,7 @@ from typing import Any
 
 from lrattnres.report.paper import PaperRow, row_of
 from lrattnres.report.read import DEFAULTS, SCHEMA, Run
-from lrattnres.residual.router import VARIANTS
+from lrattnres.residual.base import paths
 
 PATH = tuple(f"model.{name}" for name in ("residual", "rank", "blocks", "routing"))
 # All of the model but its residual path.
@@ -48,7 +48,12 @@ class Choice:
 
     @property
     def routed(self) -> bool:
-        return self.residual not in VARIANTS or VARIANTS[self.residual].keys is not None
+        return self.residual not in paths() or paths()[self.residual].attends
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is the plain residual stream."""
+        return self.residual in paths() and paths()[self.residual].plain
 
     @property
     def label(self) -> str:
@@ -98,13 +103,9 @@ class Group:
 
     @property
     def plain(self) -> Entry | None:
-        """The run without attention over depth, to which the others are compared."""
+        """The run with the plain residual stream, to which the others are compared."""
         return next(
-            (
-                entry
-                for entry in self.entries
-                if not entry.choice.routed and not entry.choice.matched
-            ),
+            (entry for entry in self.entries if entry.choice.plain and not entry.choice.matched),
             None,
         )
 
@@ -113,11 +114,13 @@ def choice_of(run: Run) -> Choice:
     """`run`'s residual path in one spelling: N = 2L is full, and what a variant does not use is None."""
     settings = run.settings
     residual, rank, blocks, routing = (settings[key] for key in PATH)
-    variant = VARIANTS.get(residual)
-    if variant is not None:
-        rank = rank if variant.keys and variant.keys.ranked else None
-        blocks = blocks if variant.keys and blocks != 2 * settings["model.layers"] else None
-        routing = routing if variant.keys and routing != variant.routing.name else None
+    path = paths().get(residual)
+    if path is not None:
+        rank = rank if "rank" in path.uses else None
+        blocks = (
+            blocks if "blocks" in path.uses and blocks != 2 * settings["model.layers"] else None
+        )
+        routing = path.other_routing(routing)
     names = sorted(
         key for key in settings if key.startswith("model.") and key not in (*SIZE, *PATH)
     )
@@ -242,7 +245,7 @@ def _fill(group: Group) -> list[str]:
 
 
 def _order(choice: Choice) -> tuple[Any, ...]:
-    names = list(VARIANTS)
+    names = list(paths())
     place = names.index(choice.residual) if choice.residual in names else len(names)
     return place, choice.blocks or 0, choice.rank or 0, str(choice)
 

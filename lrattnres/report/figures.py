@@ -26,7 +26,7 @@ from lrattnres.report.measured import held_out, per_site
 from lrattnres.report.paper import SHARPNESS, TABLE1
 from lrattnres.report.read import finite
 from lrattnres.report.tables import added_percent
-from lrattnres.residual.router import VARIANTS
+from lrattnres.residual.base import paths
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 DASHES = ("-", "--", ":", "-.")
@@ -327,7 +327,7 @@ def _scatter(panel: Any, rows: Sequence[tuple[Any, ...]]) -> None:
     for _, residual, blocks, _, percent, loss, spread in sorted(
         rows, key=lambda row: (_place(row[1]), row[2] or 99)
     ):
-        routed = residual not in VARIANTS or VARIANTS[residual].keys is not None
+        routed = residual not in paths() or paths()[residual].attends
         label = " ".join([residual, *([f"N={blocks}" if blocks else "full"] if routed else [])])
         color = PALETTE[(_place(residual) - 1) % len(PALETTE)] if routed else GREY
         panel.errorbar(percent, loss, spread, fmt="none", ecolor=color, capsize=3, zorder=1)
@@ -345,7 +345,7 @@ def _scatter(panel: Any, rows: Sequence[tuple[Any, ...]]) -> None:
 
 
 def _place(residual: str) -> int:
-    names = list(VARIANTS)
+    names = list(paths())
     return names.index(residual) if residual in names else len(names)
 
 

@@ -76,7 +76,7 @@ def _text(config: InspectConfig, source: TextIO) -> str:
 def _checked(config: InspectConfig, run: TrainedRun, tokens: int) -> list[int]:
     """The sites of the picture over tokens. Raises ConfigError for all that does not fit the run or the text."""
     model, last = run.settings.model, 2 * run.settings.model.layers + 1
-    if run.model.router.variant.keys is None:
+    if not run.model.router.attends:
         raise ConfigError(
             [
                 f"run={config.run}: model.residual={model.residual} has no depth attention to look into"

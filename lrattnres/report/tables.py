@@ -15,8 +15,8 @@ from lrattnres.config import ConfigError, ModelConfig, parse
 from lrattnres.report.compare import Entry, Group
 from lrattnres.report.paper import DIM, TABLE1, TABLE2, PaperNorm, PaperRow
 from lrattnres.report.read import Run, finite
+from lrattnres.residual.base import paths
 from lrattnres.residual.cost import cost
-from lrattnres.residual.router import VARIANTS
 
 MISSING = "—"
 
@@ -177,11 +177,10 @@ def added_percent(run: Run) -> float | None:
         for key, value in run.settings.items()
         if key.startswith("model.")
     }
-    variant = VARIANTS.get(model["residual"])
-    if variant is None:
+    if model["residual"] not in paths():
         return None
     try:
-        return cost(parse(ModelConfig, model), variant.keys).added_percent
+        return cost(parse(ModelConfig, model)).added_percent
     except (ConfigError, ValueError):
         return None
 

@@ -41,7 +41,9 @@ class Parameters(nn.Module):
 
     def __init__(self, query_projections: Tensor | None, source_scales: Tensor | None):
         super().__init__()
-        self.query_projections = None if query_projections is None else nn.Parameter(query_projections)
+        self.query_projections = (
+            None if query_projections is None else nn.Parameter(query_projections)
+        )
         self.source_scales = None if source_scales is None else nn.Parameter(source_scales)
 
 
@@ -118,7 +120,9 @@ class Ablated(AttentionResiduals):
         weights, values = self.attend(site, sources), [source.value for source in sources]
         own = [self.scoring.split(value[..., : self.dim]) for value in values]
         mixture = self.scoring.join(weighted_sum(weights, own))
-        if values[0].shape[-1] > self.dim:  # columns that belong to no head take the mean over heads
+        if (
+            values[0].shape[-1] > self.dim
+        ):  # columns that belong to no head take the mean over heads
             rest = weighted_sum(weights.mean(-2), [value[..., self.dim :] for value in values])
             mixture = torch.cat([mixture, rest], dim=-1)
         return self.used(state, site, mixture)

@@ -133,7 +133,7 @@ class AttentionResiduals(ResidualPath):
         return self.attend(site, self.sources(state, site)) if site else None
 
     def sources_of(self, site: int) -> tuple[range, ...]:
-        return self.plan.sources(site) if site else ()
+        return self.plan.sources(site)
 
     @classmethod
     def variant(cls, config: ModelConfig) -> type[ResidualPath]:
@@ -141,7 +141,7 @@ class AttentionResiduals(ResidualPath):
             return cls
         from lrattnres.residual.ablated import ablated
 
-        return ablated(cls)
+        return ablated(cls)  # type: ignore[arg-type]
 
     @classmethod
     def build(cls, config: ModelConfig, kernels: DepthKernels) -> ResidualPath:
@@ -149,7 +149,7 @@ class AttentionResiduals(ResidualPath):
             return cls(config)
         from lrattnres.residual.fused.executor import together
 
-        return together(cls)(config, kernels)
+        return together(cls)(config, kernels)  # type: ignore[arg-type]
 
     @classmethod
     def roles(cls, config: ModelConfig) -> dict[str, Role]:
@@ -210,6 +210,10 @@ class AttentionResiduals(ResidualPath):
         if cls.rule.emits or cls.rule.is_tail(rank, config.dim):
             return []
         return [f"the keys of model.residual={cls.residual}"]
+
+    @classmethod
+    def other_routing(cls, routing: str | None) -> str | None:
+        return None if routing == cls.published.name else routing
 
     @classmethod
     def label(cls, config: ModelConfig) -> list[str]:

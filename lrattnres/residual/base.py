@@ -110,6 +110,7 @@ class ResidualPath(nn.Module):
         residual: its name, `model.residual=NAME`; a class without a name is not in the table.
         Options: frozen dataclass of its own settings, `model.path.*`.
         uses: which of the settings `rank`, `blocks`, `routing`, `gate` and `depth` mean something to it.
+        plain: whether it is the one that the others are compared with.
         attends: whether a read is a softmax over sources, so that `weights` gives α.
         keeps: whether `write` wants attention's raw keys and values.
         emit_dim: columns that every output projection writes beyond its d.
@@ -119,6 +120,7 @@ class ResidualPath(nn.Module):
     residual: ClassVar[str] = ""
     Options: ClassVar[type] = NoOptions
     uses: ClassVar[frozenset[str]] = frozenset()
+    plain: ClassVar[bool] = False
     attends: ClassVar[bool] = False
     keeps: ClassVar[bool] = False
     emit_dim: int = 0
@@ -186,6 +188,10 @@ class ResidualPath(nn.Module):
         """The path of a model; `kernels` compute its reads, if they are such as kernels compute."""
         return cls(config)
 
+    def definition(self) -> ResidualPath:
+        """The same path with the same parameters, reading a site at a time in plain torch."""
+        return self
+
     def decodes(self, *, together: bool) -> None:
         """Prepares for decoding a token at a time; `together`: reads that can be done at once are."""
 
@@ -196,7 +202,7 @@ class ResidualPath(nn.Module):
         Raises:
             ConfigError: with every unknown key, wrong type and value out of bounds.
         """
-        return parse_options(cls.Options, config.path, "model.path.")
+        return parse_options(cls.Options, config.path, "model.path")
 
     @classmethod
     def roles(cls, config: ModelConfig) -> dict[str, Role]:
@@ -214,7 +220,7 @@ class ResidualPath(nn.Module):
         try:
             cls.options_of(config)
         except ConfigError as error:
-            yield from error.errors
+            yield from error.faults
 
     @classmethod
     def settled(cls, config: ModelConfig) -> tuple[ModelConfig, list[str]]:
@@ -243,6 +249,11 @@ class ResidualPath(nn.Module):
     def beyond_kernels(cls, config: ModelConfig) -> list[str]:
         """Settings, as key=value, that only plain torch computes."""
         return []
+
+    @classmethod
+    def other_routing(cls, routing: str | None) -> str | None:
+        """`model.routing` by name, if it is not the published one."""
+        return None
 
     @classmethod
     def label(cls, config: ModelConfig) -> list[str]:
@@ -302,7 +313,9 @@ def _modules() -> Iterator[ModuleType]:
             yield importlib.import_module(f"{package.__name__}.{entry.name}")
     for folder in filter(None, os.environ.get(FOLDERS, "").split(os.pathsep)):
         if not Path(folder).is_dir():
-            raise ConfigError([f"{FOLDERS}={folder}: no such folder; write folders with files of residual paths"])
+            raise ConfigError(
+                [f"{FOLDERS}={folder}: no such folder; write folders with files of residual paths"]
+            )
         for file in sorted(Path(folder).glob("[!_]*.py")):
             spec = importlib.util.spec_from_file_location(f"{FOLDERS.lower()}.{file.stem}", file)
             assert spec is not None and spec.loader is not None

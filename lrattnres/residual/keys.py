@@ -55,7 +55,7 @@ class KeyRule:
 
     def is_tail(self, rank: int, dim: int) -> bool:
         """Whether the key is the last r columns of the value, where kernels can read it: asked of the rule itself."""
-        columns = torch.arange(float(dim))
+        columns = torch.arange(float(dim), device="cpu")
         return not self.emits and self.key(Source(columns), rank, dim).tolist() == list(
             range(dim - rank, dim)
         )

@@ -28,8 +28,9 @@ from lrattnres.distributed.parallel import Parallel, mesh_shape, mode_of, parall
 from lrattnres.evaluation.loss import token_losses
 from lrattnres.kernels.backends import KERNELS, DepthKernels, choose_kernels
 from lrattnres.model.attention import BACKENDS, AttentionBackend
-from lrattnres.model.transformer import Transformer, beyond_kernels, build_model
+from lrattnres.model.transformer import Transformer, build_model
 from lrattnres.optim.groups import assign
+from lrattnres.residual.base import path_of
 
 META = torch.device("meta")
 GB = 1e9
@@ -127,7 +128,10 @@ def _on_meta(config: TrainConfig) -> Transformer:
 def _kernels(config: TrainConfig) -> DepthKernels:
     """Those of the run, but in place of compiled code, of which nobody knows what it keeps, what it is compiled from."""
     compiled = config.compile is not Compile.off
-    device, beyond = resolve_device(config.device), beyond_kernels(config.model)
+    device, beyond = (
+        resolve_device(config.device),
+        path_of(config.model).beyond_kernels(config.model),
+    )
     chosen = choose_kernels(
         config.kernels.name, device, DTYPES[config.precision], compiled=compiled, beyond=beyond
     )
@@ -137,18 +141,12 @@ def _kernels(config: TrainConfig) -> DepthKernels:
 def _measure(model: Transformer, config: TrainConfig, world: int) -> tuple[int, int]:
     """Bytes: the most that one forward and backward pass has at once, besides the gradients there are; the sources."""
     size = (min(config.micro_batch, max(1, config.global_batch // world)), config.model.context)
-    sources = 0
+    carried = 0
 
-    def observe(site: int, depth: Any) -> None:
-        nonlocal sources
-        parts = [
-            part
-            for source in (*depth.sources, depth.partial)
-            if source
-            for part in source
-            if part is not None
-        ]
-        sources = max(sources, sum(part.nbytes for part in parts))
+    def observe(site: int, state: Any) -> None:
+        nonlocal carried
+        parts = {id(part): part for part in tree_leaves(state) if isinstance(part, Tensor)}
+        carried = max(carried, sum(part.nbytes for part in parts.values()))
 
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter)
@@ -157,7 +155,7 @@ def _measure(model: Transformer, config: TrainConfig, world: int) -> tuple[int, 
         sums = token_losses(model(tokens, None, observe), tokens).sums()
         (sums.cross_entropy + config.z_loss * sums.squared_logsumexp).backward()
         alive.bytes()
-    return alive.peak, sources
+    return alive.peak, carried
 
 
 def _gathered(model: Transformer, config: TrainConfig) -> int:

@@ -20,9 +20,9 @@ from lrattnres.distributed.ranks import Ranks, start_ranks
 from lrattnres.exchange.folder import read_exported
 from lrattnres.kernels.backends import choose_kernels
 from lrattnres.model.attention import choose_attention
-from lrattnres.model.transformer import Transformer, beyond_kernels, build_model
+from lrattnres.model.transformer import Transformer, build_model
 from lrattnres.optim.groups import assign, ownership_table
-from lrattnres.residual.ablations import changed
+from lrattnres.residual.base import path_of
 from lrattnres.residual.cost import Cost, cost
 from lrattnres.runs.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from lrattnres.runs.folder import RunFolder
@@ -145,7 +145,7 @@ def _train(
     _refuse_different(
         ranks, chosen, "what `auto` means differs between the machines; write one of them"
     )
-    price = cost(config.model, model.router.variant.keys)
+    price = cost(config.model)
     peak, source = ranks.of_first(lambda: peak_flops(model.head.weight.device, model.dtype))
     choices |= {"peak_flops": peak, "peak_from": source}
     choices |= {"notes": notes} if notes else {}
@@ -255,7 +255,7 @@ def _build(config: TrainConfig, parallel: Parallel) -> tuple[Transformer, dict[s
         device,
         dtype,
         compiled=config.compile is not Compile.off,
-        beyond=beyond_kernels(config.model),
+        beyond=path_of(config.model).beyond_kernels(config.model),
     )
     model = build_model(
         config.model,
@@ -349,26 +349,19 @@ def _opening(
     choices: dict[str, Any],
 ) -> str:
     """What a person reads first: what runs, on what, and who updates which parameter."""
-    router = config.model
-    blocks = f"{router.blocks} blocks" if router.blocks else "every sub-layer a source"
-    depth = (
-        f"{router.residual}, {blocks}, rank {model.router.rank}"
-        if model.router.variant.keys
-        else router.residual
-    )
-    routing = [f"routing={router.routing.name}"] if router.routing else []
-    depth = ", ".join([depth, *routing, *["gated"] * router.gate, *changed(router.depth).values()])
+    shape = config.model
+    depth = path_of(shape).description(shape)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     facts = {
         "run": folder.path,
         "residual": f"{depth}: {price.added_percent:.4f}% more compute than the plain core",
-        "model": f"{router.layers} blocks of width {router.dim}, {parameters:,} parameters",
+        "model": f"{shape.layers} blocks of width {shape.dim}, {parameters:,} parameters",
         "data": dataset.description,
-        "batch": f"{config.global_batch} x {router.context} tokens a step, {config.steps:,} steps",
+        "batch": f"{config.global_batch} x {shape.context} tokens a step, {config.steps:,} steps",
         "machine": ", ".join(
             f"{name} {value}" for name, value in choices.items() if name not in APART
         ),
-        "kernels": f"{model.router.kernels.name}, {model.router.kernels.reason}",
+        "kernels": f"{model.kernels.name}, {model.kernels.reason}",
         "peak": f"{choices['peak_flops'] / 1e12:.3g} TFLOP/s ({choices['peak_from']})",
     }
     lines = [f"{name:<10}{value}" for name, value in facts.items()]

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tests.config.test_config import composed
 from torch._dynamo import config as dynamo
 from torch._dynamo.utils import counters
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -13,7 +12,8 @@ from lrattnres.config.checks import resolve
 from lrattnres.distributed.parallel import Parallel, mesh_shape, parallelize
 from lrattnres.model.attention import BACKENDS
 from lrattnres.model.transformer import Transformer, build_model
-from lrattnres.residual.router import VARIANTS
+from lrattnres.residual.base import paths
+from tests.config.test_config import composed
 
 
 class Alive(TorchDispatchMode):
@@ -59,7 +59,7 @@ def gradients(settings: list[str]) -> tuple[dict[str, torch.Tensor], int]:
     return {name: parameter.grad for name, parameter in model.named_parameters()}, kept
 
 
-@pytest.mark.parametrize("residual", list(VARIANTS))
+@pytest.mark.parametrize("residual", list(paths()))
 def test_recomputation_changes_memory_only(tiny_run, residual: str) -> None:
     settings = tiny_run(f"model.residual={residual}", "model.blocks=null", "model.layers=4")
     expected, everything = gradients(settings)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tests.config.test_config import composed
 from torch.distributed.tensor import DTensor
 
 from lrattnres.config.checks import resolve
@@ -10,8 +9,9 @@ from lrattnres.data.dataset import open_dataset
 from lrattnres.distributed.parallel import parallelize, start_parallel
 from lrattnres.model.attention import BACKENDS
 from lrattnres.model.transformer import build_model
-from lrattnres.residual.router import VARIANTS
+from lrattnres.residual.base import paths
 from lrattnres.training.trainer import Trainer
+from tests.config.test_config import composed
 from tests.distributed.launch import launch
 
 CPU = torch.device("cpu")
@@ -116,7 +116,7 @@ def test_ranks_train_as_one_process_does(tiny_run, residual: str, mesh: str) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("blocks", ["null", "4"])
-@pytest.mark.parametrize("residual", list(VARIANTS))
+@pytest.mark.parametrize("residual", list(paths()))
 @pytest.mark.parametrize("mesh", list(MESHES))
 def test_every_variant_and_mesh(tiny_run, mesh: str, residual: str, blocks: str) -> None:
     world, extra = MESHES[mesh]

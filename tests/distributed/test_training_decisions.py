@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.config.test_config import composed
 
 from lrattnres.config import Compile, ConfigError
 from lrattnres.config.checks import resolve
@@ -18,6 +17,7 @@ from lrattnres.evaluation.diagnostics import diagnose
 from lrattnres.evaluation.heldout import evaluate
 from lrattnres.training.run import train
 from lrattnres.training.trainer import TrainingError
+from tests.config.test_config import composed
 from tests.distributed.launch import launch
 from tests.distributed.test_training import build, whole
 

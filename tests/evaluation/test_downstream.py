@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 from omegaconf import OmegaConf
-from tests.config.test_config import composed
 
 from lrattnres.config import ConfigError, EvalConfig, ModelConfig, TokenizerName, parse, plain
 from lrattnres.data.errors import DataError
@@ -23,6 +22,7 @@ from lrattnres.exchange.folder import FolderError, read_exported, write_model
 from lrattnres.model.attention import BACKENDS
 from lrattnres.model.transformer import Transformer, build_model
 from lrattnres.runs.folder import END, RunError
+from tests.config.test_config import composed
 from tests.paths import ROOT
 
 lm_eval = pytest.importorskip(

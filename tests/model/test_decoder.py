@@ -8,7 +8,7 @@ from lrattnres.data.packing import segments
 from lrattnres.kernels import reference, stacked
 from lrattnres.model.decoder import Decoder
 from lrattnres.model.transformer import Transformer
-from lrattnres.residual.router import VARIANTS
+from lrattnres.residual.base import paths
 from tests.model import test_transformer
 
 SEPARATOR = 30
@@ -35,7 +35,7 @@ def drawn(batch: int, length: int) -> torch.Tensor:
     return tokens
 
 
-ROUTINGS = [(name, None) for name in VARIANTS] + [("s_lr", Routing.add), ("p_lr", Routing.add)]
+ROUTINGS = [(name, None) for name in paths()] + [("s_lr", Routing.add), ("p_lr", Routing.add)]
 
 
 @pytest.mark.parametrize(("residual", "routing"), ROUTINGS)
@@ -83,7 +83,7 @@ PRETRAINED = {
 }
 
 
-@pytest.mark.parametrize("residual", list(VARIANTS))
+@pytest.mark.parametrize("residual", list(paths()))
 @pytest.mark.parametrize(
     "options",
     [PRETRAINED, {"depth": DepthConfig(heads=2, learned_scale=True)}],
@@ -101,7 +101,7 @@ def test_models_of_other_makes(tiny_model_config, residual, options) -> None:
     torch.testing.assert_close(found, whole(model, tokens), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("residual", list(VARIANTS))
+@pytest.mark.parametrize("residual", list(paths()))
 @pytest.mark.parametrize("blocks", [None, 4])
 @pytest.mark.parametrize("documents", [True, False])
 def test_prompts_of_unequal_length(tiny_model_config, residual, blocks, documents) -> None:

@@ -9,7 +9,7 @@ import torch
 from lrattnres.model.decoder import Decoder
 from lrattnres.model.generate import Generation, room
 from lrattnres.model.sampling import Dice, Sampling, choose, probabilities
-from lrattnres.residual.router import VARIANTS
+from lrattnres.residual.base import paths
 from tests.model.test_decoder import SEPARATOR, make, whole
 
 
@@ -110,7 +110,7 @@ PROMPTS = [
 ]
 
 
-@pytest.mark.parametrize("residual", list(VARIANTS))
+@pytest.mark.parametrize("residual", list(paths()))
 def test_greedy_is_the_argmax_of_the_whole_pass(tiny_model_config, residual: str) -> None:
     """Up to the context limit, with rows that end at different times."""
     model = make(tiny_model_config(residual=residual, context=16))

@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-from tests.config.test_config import composed
 
 from lrattnres.config import AC, Compile, ConfigError, Device
 from lrattnres.config.checks import resolve
@@ -14,9 +13,10 @@ from lrattnres.kernels.backends import KERNELS
 from lrattnres.model.attention import BACKENDS
 from lrattnres.model.transformer import build_model
 from lrattnres.optim.optimizer import MuonAdam
-from lrattnres.residual.router import VARIANTS
+from lrattnres.residual.base import paths
 from lrattnres.training import memory
 from lrattnres.training.memory import Alive, check_memory, estimate_memory
+from tests.config.test_config import composed
 from tests.test_cli import run
 
 SIZE = [
@@ -41,7 +41,7 @@ FAST, *SLOW = CASES
     ("kernels", "blocks"), [FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )
 @pytest.mark.parametrize("ac", [mode.name for mode in AC])
-@pytest.mark.parametrize("residual", list(VARIANTS))
+@pytest.mark.parametrize("residual", list(paths()))
 def test_the_estimate_is_what_a_real_pass_takes(
     residual: str, ac: str, kernels: str, blocks: str
 ) -> None:

@@ -8,6 +8,7 @@ source in one go. This is the only user of Parts.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from lrattnres.config import ModelConfig
 from lrattnres.kernels.backends import DepthKernels, Part
 from lrattnres.kernels.reference import EPSILON, rms_norm
 from lrattnres.residual.attention import AttentionResiduals
-from lrattnres.residual.base import Read
+from lrattnres.residual.base import Read, ResidualPath, path_of
 from lrattnres.residual.fused.schedule import cheapest, single, steps
 from lrattnres.residual.keys import Source
 from lrattnres.residual.plan import DepthPlan
@@ -52,7 +53,9 @@ class ReadTogether(AttentionResiduals):
             reading sites together; else each site is a group.
     """
 
-    logit_scale: float = 1.0  # of an ablation: a factor of the query is within reach of every kernel
+    logit_scale: float = (
+        1.0  # of an ablation: a factor of the query is within reach of every kernel
+    )
 
     def __init__(
         self, config: ModelConfig, kernels: DepthKernels, starts: Sequence[int] | None = None
@@ -70,7 +73,7 @@ class ReadTogether(AttentionResiduals):
             starts = cheapest(self.plan, self.rank / self.dim) if best else single(self.plan)
         self.steps = steps(self.plan, tuple(starts))
 
-    def begin(self, embedding: Tensor) -> State:
+    def begin(self, embedding: Tensor) -> State:  # type: ignore[override]
         state = State((), None, embedding if self.streams else None, None, ())
         return self.received(state, 0, self.first(embedding))
 
@@ -97,7 +100,9 @@ class ReadTogether(AttentionResiduals):
         else:
             state = state._replace(sources=(*kept, *others), partial=last)
         waiting = ((),) * len(reading.parts) if step.opens else state.parts[1:]
-        if reading.parts:  # in an open block nothing is prepared: its sum is not what later sites will read
+        if (
+            reading.parts
+        ):  # in an open block nothing is prepared: its sum is not what later sites will read
             pairs = zip(waiting, reading.parts, strict=True)
             waiting = tuple((*parts, part) for parts, part in pairs)
         read = reading.out
@@ -116,6 +121,11 @@ class ReadTogether(AttentionResiduals):
     def read(self, state: State, site: int) -> Read:
         assert state.read is not None
         return Read(state.read)
+
+    def definition(self) -> ResidualPath:
+        definition = copy.copy(self)  # a module's copy has the same parameters
+        definition.__class__ = path_of(self.config)  # type: ignore[assignment]
+        return definition
 
     def decodes(self, *, together: bool) -> None:
         """`together`: the sites of a depth block read the closed sources in one pass, and merge the rest."""
