@@ -57,7 +57,7 @@ class AttentionResiduals(ResidualPath):
 
     rule: ClassVar[KeyRule]
     published: ClassVar[Routing] = Routing.replace
-    attends = True
+    start, attends = "scaled", True
     uses = frozenset({"blocks", "routing", "gate", "depth"})
 
     def __init__(self, config: ModelConfig):

@@ -110,6 +110,9 @@ class ResidualPath(nn.Module):
         residual: its name, `model.residual=NAME`; a class without a name is not in the table.
         Options: frozen dataclass of its own settings, `model.path.*`.
         uses: which of the settings `rank`, `blocks`, `routing`, `gate` and `depth` mean something to it.
+        start: how a new model compares with its baseline: "bits" (equal logits), "scaled" (every read is the
+            baseline's times a number, which the norm takes away but for its epsilon) or "other".
+        linear: whether h is a sum of the outputs with one number each, given the weights of a token.
         plain: whether it is the one that the others are compared with.
         attends: whether a read is a softmax over sources, so that `weights` gives α.
         keeps: whether `write` wants attention's raw keys and values.
@@ -120,6 +123,8 @@ class ResidualPath(nn.Module):
     residual: ClassVar[str] = ""
     Options: ClassVar[type] = NoOptions
     uses: ClassVar[frozenset[str]] = frozenset()
+    start: ClassVar[str] = "other"
+    linear: ClassVar[bool] = True
     plain: ClassVar[bool] = False
     attends: ClassVar[bool] = False
     keeps: ClassVar[bool] = False

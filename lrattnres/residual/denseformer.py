@@ -34,7 +34,7 @@ class State(NamedTuple):
 
 
 class DenseFormer(ResidualPath):
-    residual = "denseformer"
+    residual, start = "denseformer", "bits"
 
     @dataclass(frozen=True)
     class Options:

@@ -17,7 +17,7 @@ class State(NamedTuple):
 class Baseline(ResidualPath):
     """h_t = o_0 + o_1 + … + o_{t−1}"""
 
-    residual, plain = "baseline", True
+    residual, start, plain = "baseline", "bits", True
 
     def begin(self, embedding: Tensor) -> State:
         return State(embedding)
