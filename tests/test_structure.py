@@ -14,7 +14,7 @@ ORDER = [
     ("residual",),
     ("model",),
     ("data", "optim"),
-    ("config.checks", "distributed.parallel", "runs"),
+    ("config.checks", "distributed.parallel", "model.loss", "runs"),
     ("exchange",),
     ("evaluation",),
     ("training", "generation"),

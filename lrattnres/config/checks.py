@@ -42,9 +42,10 @@ from lrattnres.distributed.ranks import placement
 from lrattnres.kernels.backends import choose_kernels
 from lrattnres.model.attention import choose_attention
 from lrattnres.model.transformer import beyond_kernels
+from lrattnres.optim.build import unknown
 from lrattnres.residual.ablations import changed
 from lrattnres.residual.matching import MATCHES, matched
-from lrattnres.residual.router import VARIANTS
+from lrattnres.residual.router import VARIANTS, DepthRouter
 
 DTYPES = {Precision.float32: torch.float32, Precision.bfloat16: torch.bfloat16}
 
@@ -82,7 +83,9 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
         f"model.{name} {of_residual} {'null' if value is None else str(value).lower()}"
         for name, value in gone.items()
     ]
-    if keys is None and config.optimizer.routing_lr is not None:
+    roles = DepthRouter.roles(config.model).values()
+    routed = any(role.owner == "adam" for role in roles)
+    if config.optimizer.routing_lr is not None and not routed:
         notes.append(f"optimizer.routing_lr {of_residual} null")
         config = dataclasses.replace(
             config, optimizer=dataclasses.replace(config.optimizer, routing_lr=None)
@@ -241,6 +244,11 @@ def _shapes(config: TrainConfig) -> Iterator[str]:
         divisors = [n for n in range(1, config.global_batch + 1) if config.global_batch % n == 0]
         near = min(divisors, key=lambda n: abs(n - config.micro_batch), default=1)
         yield f"micro_batch={config.micro_batch}: must divide global_batch={config.global_batch}; write micro_batch={near}"
+
+
+def _optimizer(config: TrainConfig) -> Iterator[str]:
+    if (error := unknown(config.optimizer.name)) is not None:
+        yield error
 
 
 def _schedule(config: TrainConfig) -> Iterator[str]:
@@ -454,5 +462,5 @@ def _shard_degree(mode: ParallelMode, degree: int | None, world: int) -> Iterato
 
 CHECKS: tuple[Callable[[TrainConfig], Iterator[str]], ...] = (
     *(_bounds, _depth, _ablations, _match, _shapes),
-    *(_schedule, _data, _machine, _parallel),
+    *(_optimizer, _schedule, _data, _machine, _parallel),
 )

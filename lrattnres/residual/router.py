@@ -10,16 +10,18 @@ whether the mixture replaces the residual stream or is added to it. `VARIANTS` n
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lrattnres.config import DepthConfig, Routing
+from lrattnres.config import DepthConfig, ModelConfig, Routing, Sources
 from lrattnres.kernels.backends import KERNELS, DepthKernels
 from lrattnres.kernels.reference import EPSILON, depth_attention, depth_weights, rms_norm
 from lrattnres.residual.ablations import Ablations, beyond_plain
+from lrattnres.residual.base import Role
 from lrattnres.residual.fused.executor import Depth as Depth
 from lrattnres.residual.fused.executor import accumulated, columns, read_in_group
 from lrattnres.residual.fused.schedule import cheapest, single, steps
@@ -41,6 +43,10 @@ VARIANTS = {
     "s_lr": Variant(SLICED, Routing.replace),
     "delta": Variant(VALUE, Routing.add),
 }
+
+
+def _normal(shape: torch.Size, generator: torch.Generator, *, std: float) -> Tensor:
+    return torch.empty(shape).normal_(std=std, generator=generator)
 
 
 class DepthRouter(nn.Module):
@@ -98,6 +104,25 @@ class DepthRouter(nn.Module):
     @property
     def heads(self) -> int:
         return self.ablations.scoring.heads if self.ablations else 1
+
+    @classmethod
+    def roles(cls, config: ModelConfig) -> dict[str, Role]:
+        """The role of each parameter that a router of this configuration has, by its name in here."""
+        keys, depth = VARIANTS[config.residual].keys, config.depth
+        if keys is None:
+            return {}
+        std = depth.query_std
+        roles = {"queries": Role("adam", False, partial(_normal, std=std) if std else 0.0)}
+        if keys.emits and (depth.embedding_source or depth.sources is Sources.states):
+            start = partial(_normal, std=config.init_std)
+            roles["embedding_key.weight"] = Role("muon", True, start)
+        if depth.input_queries:
+            roles["ablations.query_projections"] = Role("adam", False, 0.0)
+        if depth.learned_scale:
+            roles["ablations.source_scales"] = Role("adam", False, 1.0)
+        if config.gate:
+            roles["gates"] = Role("adam", False, 0.0)
+        return roles
 
     def begin(self, embedding: Tensor) -> Depth:
         """The state before the first sub-layer; embedding: [..., d]."""

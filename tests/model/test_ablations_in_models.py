@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-from tests.config.test_config import composed, faults
 from torch.utils.flop_counter import FlopCounterMode
 
 from lrattnres.config import BlockScale, DepthConfig, LogitScale, ModelConfig, Sources
@@ -15,8 +14,9 @@ from lrattnres.model.transformer import Transformer, beyond_kernels, build_model
 from lrattnres.optim.groups import assign
 from lrattnres.residual.cost import cost
 from lrattnres.residual.probe import DepthProbe
-from lrattnres.residual.router import VARIANTS
+from lrattnres.residual.router import VARIANTS, DepthRouter
 from lrattnres.training.memory import estimate_memory
+from tests.config.test_config import composed, faults
 
 CPU = torch.device("cpu")
 ALL = DepthConfig(
@@ -53,7 +53,8 @@ def test_initial_weights(tiny_model_config) -> None:
 
 
 def test_adam_owns_what_ablations_add(tiny_model_config) -> None:
-    owned = assign(build(tiny_model_config(depth=ALL)))
+    config = tiny_model_config(depth=ALL)
+    owned = assign(build(config).named_parameters(), DepthRouter.roles(config))
     assert {PROJECTIONS, SCALES, "router.queries"} < {name for name, _ in owned["adam"]}
 
 

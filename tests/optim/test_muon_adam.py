@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from lrattnres.optim.optimizer import MuonAdam
 from torch import Tensor, nn
 
 from lrattnres.config import OptimizerConfig, Orthogonalizer
-from lrattnres.optim.optimizer import MuonAdam
 from lrattnres.optim.schedule import learning_rate_factor, momentum
 
 STEPS = 10

@@ -18,7 +18,7 @@ from lrattnres.config import ModelConfig, OptimizerConfig
 from lrattnres.model.attention import BACKENDS
 from lrattnres.model.transformer import Transformer, build_model
 from lrattnres.optim import muon, sharding
-from lrattnres.optim.optimizer import MuonAdam
+from lrattnres.optim.build import RunOptimizer, build_optimizer
 from tests.distributed.launch import launch
 
 STEPS = 6
@@ -71,7 +71,7 @@ def give_gradients(model: Transformer, step: int) -> None:
         parameter.grad = gradient
 
 
-def train(model: Transformer, optimizer: MuonAdam) -> dict[str, Tensor]:
+def train(model: Transformer, optimizer: RunOptimizer) -> dict[str, Tensor]:
     """All parameters and moments after some steps, whole."""
     for step in range(STEPS):
         give_gradients(model, step)
@@ -93,10 +93,10 @@ def differences(
 ) -> tuple[dict[str, float], int, int]:
     """Name -> largest difference from one process where there is any; how many names, and rows of the smallest shard."""
     model, alone, mesh = build(UNEVEN), build(UNEVEN), mesh_of(shape)
-    expected = train(alone, MuonAdam(alone, CONFIG, STEPS))
+    expected = train(alone, build_optimizer(alone, CONFIG, STEPS))
     if sharded:
         shard(model, mesh)
-    result = train(model, MuonAdam(model, CONFIG, STEPS, None if sharded else mesh))
+    result = train(model, build_optimizer(model, CONFIG, STEPS, None if sharded else mesh))
     smallest = min(len(sharding.local(parameter.detach())) for parameter in model.parameters())
     different = {name: (expected[name] - result[name]).abs().max().item() for name in expected}
     return {name: most for name, most in different.items() if most}, len(expected), smallest
@@ -125,7 +125,6 @@ def test_every_update_is_that_of_one_process(shape: tuple[int, ...], sharded: bo
 def differences_in_half(rank: int) -> dict[str, float]:
     """As on CUDA, where the iteration runs, and its result travels, in bfloat16."""
     muon.iteration_dtype = lambda device: torch.bfloat16
-    assert MuonAdam(build(UNEVEN), CONFIG, STEPS).iteration_dtype == torch.bfloat16
     return differences(rank, (2,), True)[0]
 
 
@@ -139,7 +138,8 @@ def measure(rank: int, shape: tuple[int, ...]) -> dict[str, int]:
     model = build(EVEN)
     if shape != (1,):
         shard(model, mesh_of(shape))
-    optimizer, sent, collective = MuonAdam(model, CONFIG, STEPS), 0, distributed.all_to_all_single
+    optimizer = build_optimizer(model, CONFIG, STEPS)
+    sent, collective = 0, distributed.all_to_all_single
 
     def counted(
         output: Tensor, rows: Tensor, received: list[int], given: list[int], **how: Any

@@ -4,19 +4,19 @@ import dataclasses
 
 import pytest
 import torch
-from tests.config.test_config import composed
 
 from lrattnres.config import AC, Compile, ConfigError, Device
 from lrattnres.config.checks import resolve
 from lrattnres.distributed.parallel import Parallel, parallelize
-from lrattnres.evaluation.loss import window_losses
 from lrattnres.kernels.backends import KERNELS
 from lrattnres.model.attention import BACKENDS
+from lrattnres.model.loss import window_losses
 from lrattnres.model.transformer import build_model
-from lrattnres.optim.optimizer import MuonAdam
+from lrattnres.optim.build import build_optimizer
 from lrattnres.residual.router import VARIANTS
 from lrattnres.training import memory
 from lrattnres.training.memory import Alive, check_memory, estimate_memory
+from tests.config.test_config import composed
 from tests.test_cli import run
 
 SIZE = [
@@ -54,7 +54,7 @@ def test_the_estimate_is_what_a_real_pass_takes(
         config.model, seed=0, device=torch.device("cpu"), attention=BACKENDS["sdpa"], dtype=torch.float32,
         kernels=KERNELS[kernels], prepare=lambda model: parallelize(model, config, Parallel()),
     )  # fmt: skip
-    optimizer = MuonAdam(model, config.optimizer, config.steps)
+    optimizer = build_optimizer(model, config.optimizer, config.steps)
     windows = torch.randint(256, (8, 97))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)

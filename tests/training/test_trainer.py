@@ -4,17 +4,17 @@ import math
 
 import pytest
 import torch
-from tests.config.test_config import composed
 
 from lrattnres.config.checks import resolve
 from lrattnres.data.dataset import open_dataset
 from lrattnres.evaluation.heldout import evaluate
-from lrattnres.evaluation.loss import token_losses
 from lrattnres.model.attention import BACKENDS
+from lrattnres.model.loss import token_losses
 from lrattnres.model.transformer import build_model
 from lrattnres.residual.router import VARIANTS
 from lrattnres.runs.checkpoint import Checkpoints
 from lrattnres.training.trainer import Trainer, TrainingError
+from tests.config.test_config import composed
 
 CPU = torch.device("cpu")
 
