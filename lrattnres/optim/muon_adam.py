@@ -36,8 +36,8 @@ class MuonAdam(torch.optim.Optimizer):
     """Muon on the matrices inside the blocks, Adam on the rest: `assign` says which is which.
 
     All moments are made at once, as zeros in the parameters' dtype, so a checkpoint can be read
-    into them. `set_step(s)` puts the schedule's values of step s in place, and each `step()` needs a
-    `set_step` of its own. Adam corrects its bias by the number of updates that it made, so a step
+    into them. `set_step(s)` puts the schedule's values of step s in place, and each `step()` needs
+    a `set_step` of its own. Adam corrects its bias by the number of updates that it made, so a step
     that is left out does not count. Only Muon's parameters decay.
 
     Parameters that `fully_shard` has divided keep their moments divided alike, and each matrix is
@@ -51,7 +51,7 @@ class MuonAdam(torch.optim.Optimizer):
             all that Adam owns in the residual path.
         steps: optimizer steps of the whole run.
         roles: those of the residual path's parameters; see `assign`.
-        mesh: for parameters that are whole on every rank of a job; divides the work among its ranks.
+        mesh: all ranks of a job, for parameters that are whole on each: they share the work.
 
     Raises:
         ValueError: a parameter cannot be optimized, there are no coefficients for `iterations`, or
@@ -80,7 +80,7 @@ class MuonAdam(torch.optim.Optimizer):
                 f"optimizer.routing_lr={config.routing_lr}: Adam owns no parameter of the residual "
                 "path; write null"
             )
-        # `fused` tells torch's `load_state_dict` to put Adam's step counts on the parameters' device.
+        # `fused` lets torch's `load_state_dict` put Adam's step counts on the parameters' device.
         groups: list[dict[str, Any]] = [
             {"params": pairs, "setting": setting, "fused": OWNERS[setting] == "adam"}
             for setting, pairs in rates.items()

@@ -11,8 +11,8 @@ from lrattnres.model.loss import Losses
 def objective(losses: Losses, z_loss: float, tokens: int) -> Tensor:
     """The share of some tokens in Σ cross-entropy / N + z · Σ logsumexp² / N.
 
-    Sums are divided by the global number of targets, not averaged. So the shares of all micro-batches
-    and ranks add up to the loss of the whole batch, however unequal they are.
+    Sums are divided by the global number of targets, not averaged. So the shares of all
+    micro-batches and ranks add up to the loss of the whole batch, however unequal they are.
 
     Args:
         losses: of the tokens of one micro-batch.

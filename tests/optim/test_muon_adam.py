@@ -1,4 +1,4 @@
-"""The whole optimizer against torch's own Muon and Adam, and its state cut in half and continued."""
+"""The whole optimizer against torch's own Muon and Adam; its state cut in half and continued."""
 
 import dataclasses
 from pathlib import Path
@@ -119,7 +119,7 @@ def test_muon_is_torchs_muon(exact: bool, monkeypatch: pytest.MonkeyPatch) -> No
         reference.param_groups[0]["momentum"] = momentum(step, CONFIG, STEPS)
         reference.step()
     for name in names:
-        # bfloat16 is off by up to 1% of each update; ten updates of at most 0.02 * sqrt(3) add to that.
+        # bfloat16 is off by up to 1% of each update: ten of them, of at most 0.02 * sqrt(3).
         torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=2e-6 if exact else 2e-3)
 
 
@@ -267,7 +267,7 @@ def test_iterations_without_coefficients_raise_at_the_start() -> None:
 
 
 def test_it_learns() -> None:
-    """Every parameter is pulled to a target of its own, which a wrong sign or scale anywhere would not reach."""
+    """Every parameter is pulled to a target, which a wrong sign or scale would not reach."""
     parameters = fresh()
     optimizer = build(parameters, 200, muon_lr=0.1, adam_lr=0.1)
     target = {

@@ -1,4 +1,4 @@
-"""What a run asks of its optimizer: any entry of the table answers it, and no caller knows which."""
+"""What a run asks of its optimizer: any entry of the table answers, no caller knows which."""
 
 import json
 import shutil
