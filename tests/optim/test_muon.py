@@ -65,7 +65,7 @@ def test_polar_express_is_nearer_to_the_polar_factor() -> None:
 
 
 def best_quintic(low: float, high: float) -> tuple[float, float, float]:
-    """Remez: the odd quintic whose error from 1 on [low, high] has four equal alternating extrema."""
+    """Remez: the odd quintic whose error from 1 on [low, high] alternates four times alike."""
     inner = np.array([3 * low + high, low + 3 * high]) / 4
     for _ in range(50):
         x = np.array([low, *inner, high])

@@ -91,7 +91,7 @@ def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
 def differences(
     rank: int, shape: tuple[int, ...], sharded: bool
 ) -> tuple[dict[str, float], int, int]:
-    """Name -> largest difference from one process, if any; how many names; rows of the least shard."""
+    """Name -> largest difference from one process, if any; number of names; least rows."""
     model, alone, mesh = build(UNEVEN), build(UNEVEN), mesh_of(shape)
     expected = train(alone, build_optimizer(alone, CONFIG, STEPS))
     if sharded:

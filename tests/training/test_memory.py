@@ -52,7 +52,8 @@ def test_the_estimate_is_what_a_real_pass_takes(
     )
     model = build_model(
         config.model, seed=0, device=torch.device("cpu"), attention=BACKENDS["sdpa"],
-        dtype=torch.float32, kernels=KERNELS[kernels], prepare=lambda model: parallelize(model, config, Parallel()),
+        dtype=torch.float32, kernels=KERNELS[kernels],
+        prepare=lambda model: parallelize(model, config, Parallel()),
     )  # fmt: skip
     optimizer = build_optimizer(model, config.optimizer, config.steps)
     windows = torch.randint(256, (8, 97))
