@@ -15,7 +15,7 @@ ORDER = [
     ("model",),
     ("data", "optim"),
     ("config.checks",),
-    ("distributed.parallel", "runs"),
+    ("distributed.parallel", "model.loss", "runs"),
     ("exchange",),
     ("evaluation",),
     ("training", "generation"),

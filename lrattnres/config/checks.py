@@ -37,6 +37,7 @@ from lrattnres.data.tokenizers import VOCABULARY
 from lrattnres.distributed.ranks import placement
 from lrattnres.kernels.backends import choose_kernels
 from lrattnres.model.attention import choose_attention
+from lrattnres.optim.build import unknown
 from lrattnres.residual.base import path_of, paths
 from lrattnres.residual.matching import MATCHES, matched
 
@@ -164,6 +165,11 @@ def _shapes(config: TrainConfig) -> Iterator[str]:
         divisors = [n for n in range(1, config.global_batch + 1) if config.global_batch % n == 0]
         near = min(divisors, key=lambda n: abs(n - config.micro_batch), default=1)
         yield f"micro_batch={config.micro_batch}: must divide global_batch={config.global_batch}; write micro_batch={near}"
+
+
+def _optimizer(config: TrainConfig) -> Iterator[str]:
+    if (error := unknown(config.optimizer.name)) is not None:
+        yield error
 
 
 def _schedule(config: TrainConfig) -> Iterator[str]:
@@ -381,5 +387,5 @@ def _shard_degree(mode: ParallelMode, degree: int | None, world: int) -> Iterato
 
 CHECKS: tuple[Callable[[TrainConfig], Iterator[str]], ...] = (
     *(_bounds, _path, _match, _shapes),
-    *(_schedule, _data, _machine, _parallel),
+    *(_optimizer, _schedule, _data, _machine, _parallel),
 )

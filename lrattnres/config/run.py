@@ -148,10 +148,13 @@ class TokenizerConfig:
 
 @dataclass
 class OptimizerConfig:
+    name: str = option(
+        "which optimizer; muon_adam: Muon on matrices, Adam on the rest", "muon_adam"
+    )
     muon_lr: float = option("peak learning rate of Muon: every matrix inside the blocks")
     adam_lr: float = option("peak learning rate of Adam: embedding, head and queries")
     routing_lr: float | None = option(
-        "peak learning rate of Adam for the router: queries, gates, ablations; null: adam_lr", None
+        "peak learning rate of what Adam owns in the residual path; null: adam_lr", None
     )
     warmup: int = option("steps of linear warm-up")
     warmdown: float = option("share of all steps spent on the linear warm-down, 0..1", 0.2)

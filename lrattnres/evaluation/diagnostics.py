@@ -12,7 +12,7 @@ from torch import Tensor
 from lrattnres.data.packing import IGNORE
 from lrattnres.distributed.ranks import Ranks
 from lrattnres.evaluation.heldout import shares
-from lrattnres.evaluation.loss import window_losses
+from lrattnres.model.loss import window_losses
 from lrattnres.model.transformer import Transformer
 from lrattnres.residual.probe import DepthProbe
 

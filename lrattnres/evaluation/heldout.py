@@ -15,7 +15,7 @@ from torchmetrics import SumMetric
 from lrattnres.data.packing import IGNORE
 from lrattnres.data.tokenizers import Tokenizer
 from lrattnres.distributed.ranks import Ranks
-from lrattnres.evaluation.loss import window_losses
+from lrattnres.model.loss import window_losses
 from lrattnres.model.transformer import Transformer
 
 

@@ -155,9 +155,7 @@ class AttentionResiduals(ResidualPath):
     def roles(cls, config: ModelConfig) -> dict[str, Role]:
         roles = {"queries": Role("adam", False, 0.0)}
         if cls.rule.emits:
-            # A matrix of one row has nothing to be made orthogonal.
-            owner = "adam" if cls.rule.rank(config.rank, config.dim) == 1 else "muon"
-            roles["embedding_key.weight"] = Role(owner, True, normal(config.init_std))
+            roles["embedding_key.weight"] = Role("muon", True, normal(config.init_std))
         return roles
 
     @classmethod

@@ -25,12 +25,13 @@ from torch.utils._pytree import tree_leaves
 from lrattnres.config import AC, Compile, ConfigError, TrainConfig
 from lrattnres.config.checks import DTYPES, resolve_device
 from lrattnres.distributed.parallel import Parallel, mesh_shape, mode_of, parallelize
-from lrattnres.evaluation.loss import token_losses
 from lrattnres.kernels.backends import KERNELS, DepthKernels, choose_kernels
 from lrattnres.model.attention import BACKENDS, AttentionBackend
+from lrattnres.model.loss import token_losses
 from lrattnres.model.transformer import Transformer, build_model
-from lrattnres.optim.groups import assign
+from lrattnres.optim.build import build_optimizer
 from lrattnres.residual.base import path_of
+from lrattnres.training.loss import objective
 
 META = torch.device("meta")
 GB = 1e9
@@ -91,16 +92,14 @@ class Memory:
 def estimate_memory(config: TrainConfig, world: int) -> Memory:
     """The memory of a run of `config` on `world` ranks. Takes seconds for the paper's model."""
     model = _on_meta(config)
-    owned = assign(model)
-    whole, adam = (
-        4 * sum(p.numel() for name in names for _, p in owned[name]) for names in (owned, ("adam",))
-    )
+    state = build_optimizer(model, config.optimizer, config.steps).tensors().values()
+    whole, moments = (sum(t.nbytes for t in tensors) for tensors in (model.parameters(), state))
     shards = (mesh_shape(mode_of(config, world), world, config.parallel.shard_degree) or (1,))[-1]
     activations, sources = _measure(model, config, world)
     return Memory(
         weights=-(-whole // shards),
         gradients=-(-whole // shards),
-        moments=-(-(whole + adam) // shards),  # one a weight for Muon, two for Adam
+        moments=-(-moments // shards),
         gathered=_gathered(model, config) if world > 1 else 0,
         activations=activations,
         sources=sources,
@@ -152,8 +151,8 @@ def _measure(model: Transformer, config: TrainConfig, world: int) -> tuple[int, 
         parameter.grad = torch.empty_like(parameter)
     with Alive() as alive:
         tokens = torch.zeros(size, dtype=torch.int64, device=META)
-        sums = token_losses(model(tokens, None, observe), tokens).sums()
-        (sums.cross_entropy + config.z_loss * sums.squared_logsumexp).backward()
+        losses = token_losses(model(tokens, None, observe), tokens)
+        objective(losses, config.z_loss, tokens.numel()).sum().backward()
         alive.bytes()
     return alive.peak, carried
 

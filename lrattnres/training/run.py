@@ -21,7 +21,6 @@ from lrattnres.exchange.folder import read_exported
 from lrattnres.kernels.backends import choose_kernels
 from lrattnres.model.attention import choose_attention
 from lrattnres.model.transformer import Transformer, build_model
-from lrattnres.optim.groups import assign, ownership_table
 from lrattnres.residual.base import path_of
 from lrattnres.residual.cost import Cost, cost
 from lrattnres.runs.checkpoint import Checkpoint, CheckpointError, Checkpoints
@@ -189,6 +188,7 @@ def _train(
             write_diagnostics=folder.write_diagnostics if ranks.first else _quiet,
             parallel=parallel,
         )
+        say(trainer.optimizer.ownership() + "\n")
         if ranks.world > 1:
             say(_share(trainer, config))
         _rewind(trainer, start, folder)
@@ -206,8 +206,8 @@ def _share(trainer: Trainer, config: TrainConfig) -> str:
     """What rank 0 of many has to hold and to send."""
     work, memory = trainer.optimizer.work(), estimate_memory(config, trainer.ranks.world)
     return (
-        f"rank 0 of {trainer.ranks.world}: {memory.total / GB:.3g} GB at most; its share of Muon: {work['matrices']} matrices, "
-        f"{work['flops'] / 1e9:.3g} GFLOP, and sends {work['bytes_sent'] / 1e6:.3g} MB a step\n"
+        f"rank 0 of {trainer.ranks.world}: {memory.total / GB:.3g} GB at most; its share of an "
+        f"update: {work['flops'] / 1e9:.3g} GFLOP, and sends {work['bytes_sent'] / 1e6:.3g} MB a step\n"
     )
 
 
@@ -348,7 +348,7 @@ def _opening(
     price: Cost,
     choices: dict[str, Any],
 ) -> str:
-    """What a person reads first: what runs, on what, and who updates which parameter."""
+    """What a person reads first: what runs, and on what."""
     shape = config.model
     depth = path_of(shape).description(shape)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -365,6 +365,4 @@ def _opening(
         "peak": f"{choices['peak_flops'] / 1e12:.3g} TFLOP/s ({choices['peak_from']})",
     }
     lines = [f"{name:<10}{value}" for name, value in facts.items()]
-    return "\n".join(
-        [*lines, *(f"note      {note}" for note in notes), "", ownership_table(assign(model)), ""]
-    )
+    return "\n".join([*lines, *(f"note      {note}" for note in notes), ""])

@@ -25,14 +25,15 @@ from lrattnres.data.streams import batch_hash
 from lrattnres.distributed.parallel import Parallel
 from lrattnres.distributed.ranks import Elsewhere, network_failed
 from lrattnres.distributed.traffic import KINDS, Traffic
-from lrattnres.evaluation.loss import window_losses
+from lrattnres.model.loss import window_losses
 from lrattnres.model.transformer import Transformer
-from lrattnres.optim.optimizer import MuonAdam
+from lrattnres.optim.build import build_optimizer
 from lrattnres.residual.probe import DepthProbe
 from lrattnres.runs.checkpoint import Checkpoint, CheckpointError, Checkpoints, State
 from lrattnres.runs.files import from_json, to_json
 from lrattnres.training.evaluations import Interrupted, measure
 from lrattnres.training.instruments import block_norms, gradient_norm
+from lrattnres.training.loss import objective
 from lrattnres.training.machine import peak_memory
 from lrattnres.training.signals import StopRequest
 
@@ -96,7 +97,9 @@ class Trainer:
         )
         self.parallel = parallel or Parallel()
         self.ranks = self.parallel.ranks
-        self.optimizer = MuonAdam(model, config.optimizer, config.steps, mesh=self.parallel.mesh)
+        self.optimizer = build_optimizer(
+            model, config.optimizer, config.steps, mesh=self.parallel.mesh
+        )
         self.streams = self.ranks.together(
             lambda: dataset.streams(self.ranks.rank, self.ranks.world)
         )
@@ -244,10 +247,8 @@ class Trainer:
         for number, part in enumerate(parts, start=1):
             if mesh is not None and mesh.ndim == 2:  # replicas add up their gradients once a step
                 cast(FSDPModule, self.model).set_requires_all_reduce(number == len(parts))
-            sums = window_losses(self.model, part, separator, documents=config.documents).sums()
-            pair = (
-                torch.stack([sums.cross_entropy, config.z_loss * sums.squared_logsumexp]) / tokens
-            )
+            found = window_losses(self.model, part, separator, documents=config.documents)
+            pair = objective(found, config.z_loss, tokens)
             pair.sum().backward()
             losses += pair.detach()
         loss, z_loss = self.ranks.sum(losses)
@@ -314,9 +315,7 @@ class Trainer:
             "loss": result.loss.item(),
             "z_loss": result.z_loss.item(),
             "grad_norm": result.grad_norm.item(),
-            "lr_muon": self.optimizer.lr_muon,
-            "lr_adam": self.optimizer.lr_adam,
-            "momentum": self.optimizer.momentum,
+            **self.optimizer.rates(),
             "bad_steps": self.progress.bad_steps,
             "skipped_groups": int(self.ranks.sum(torch.tensor(self.streams.skipped))),
             "batch_hash": f"{self._global_hash(result.batch_hash):016x}",
@@ -375,8 +374,8 @@ class Trainer:
         if self.progress.bad_in_a_row >= self.config.max_bad_steps:
             raise TrainingError(
                 f"{self.progress.bad_in_a_row} steps in a row had a loss or gradient that is not finite, the last of "
-                f"them step {self.progress.step}; the newest checkpoint is from before. Lower optimizer.muon_lr or "
-                f"optimizer.adam_lr, or raise max_bad_steps={self.config.max_bad_steps}"
+                f"them step {self.progress.step}; the newest checkpoint is from before. Lower the learning rates "
+                f"of `optimizer`, or raise max_bad_steps={self.config.max_bad_steps}"
             )
 
     # --- state ----------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from torch import distributed
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch.distributed.fsdp", "torch.distributed.checkpoint", "lrattnres.optim.optimizer"]
+    ["torch.distributed.fsdp", "torch.distributed.checkpoint", "lrattnres.optim.muon_adam"]
 )
 
 

@@ -12,13 +12,13 @@ from lrattnres.config import ConfigError, ModelConfig, OptimizerConfig
 from lrattnres.config.commands import ConvertConfig, ExportConfig
 from lrattnres.data.dataset import open_dataset
 from lrattnres.entry import settings, started_from
-from lrattnres.evaluation.loss import window_losses
 from lrattnres.exchange.convert import convert
 from lrattnres.exchange.export import export_run
 from lrattnres.exchange.folder import write_model
 from lrattnres.model.attention import BACKENDS
+from lrattnres.model.loss import window_losses
 from lrattnres.model.transformer import build_model
-from lrattnres.optim.optimizer import MuonAdam
+from lrattnres.optim.build import build_optimizer
 from lrattnres.runs.folder import RunFolder
 from tests.data.test_pretrained_tokenizer import byte_level_tokenizer
 from tests.test_cli import comparable, run
@@ -158,7 +158,7 @@ def test_routing_moves_at_its_own_rate(routing_lr: float | None) -> None:
         momentum_rise=0,
         momentum_fall=0,
     )
-    optimizer = MuonAdam(model, settings, steps=10)
+    optimizer = build_optimizer(model, settings, steps=10)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)

@@ -1,4 +1,4 @@
-"""The training loop in one process: its gradients, its bad steps, and its continuation to the last bit."""
+"""The training loop in one process: gradients, bad steps, and continuation to the last bit."""
 
 import math
 
@@ -8,8 +8,8 @@ import torch
 from lrattnres.config.checks import resolve
 from lrattnres.data.dataset import open_dataset
 from lrattnres.evaluation.heldout import evaluate
-from lrattnres.evaluation.loss import token_losses
 from lrattnres.model.attention import BACKENDS
+from lrattnres.model.loss import token_losses
 from lrattnres.model.transformer import build_model
 from lrattnres.residual.base import paths
 from lrattnres.runs.checkpoint import Checkpoints

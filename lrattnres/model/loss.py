@@ -1,4 +1,7 @@
-"""From windows of tokens to cross-entropy and z-loss, as sums over tokens: whoever divides knows the global count."""
+"""From windows of tokens to the losses of single tokens.
+
+They are summed, never averaged: only whoever divides knows how many targets there are in all.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +17,33 @@ from lrattnres.residual.base import ResidualPath
 
 
 class Losses(NamedTuple):
-    """Cross-entropy in nats, squared logsumexp, and whether there is a target: a token each, or summed."""
+    """Losses of single tokens, or their sums.
+
+    Args:
+        cross_entropy: nats.
+        squared_logsumexp: (log Σ exp logits)², what z-loss weighs.
+        tokens: whether there is a target; as a sum, the number of targets.
+    """
 
     cross_entropy: Tensor
     squared_logsumexp: Tensor
     tokens: Tensor
 
     def sums(self) -> Losses:
-        """Float64 scalars."""
+        """The sums over all tokens, float64 scalars."""
         return Losses(*(part.sum(dtype=torch.float64) for part in self))
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Losses:
-    """logits [B, T, V], targets [B, T] with IGNORE where there is none; float32 [B, T], zero without a target."""
+    """The losses of every position, computed in float32.
+
+    Args:
+        logits: [B, T, vocabulary], any floating dtype.
+        targets: int64 [B, T]; IGNORE where there is none.
+
+    Returns:
+        Float32 [B, T], zero where there is no target; `tokens` is bool [B, T].
+    """
     valid = targets != IGNORE
     logits = logits.float()
     logsumexp = logits.logsumexp(-1)
@@ -43,7 +60,18 @@ def window_losses(
     observe: Observer | None = None,
     path: ResidualPath | None = None,
 ) -> Losses:
-    """The losses of windows [B, T+1]; `documents`: whether attention stays inside a document. An observed pass is eager."""
+    """The losses of a forward pass over windows.
+
+    Args:
+        model: on any device; the result is there too.
+        windows: int64 [B, T+1], IGNORE in unused positions; may lie on another device.
+        separator: the token that opens a document.
+        documents: whether attention stays inside a document.
+        observe: called at every site; an observed pass is not compiled.
+
+    Returns:
+        What `token_losses` gives, [B, T].
+    """
     inputs, targets, numbers = split_windows(windows, separator)
     device = model.head.weight.device
     mask = model.mask(numbers if documents else None, *inputs.shape)
