@@ -103,3 +103,10 @@ def test_an_optimizer_that_is_not_in_the_table_is_refused(tiny_run) -> None:
     assert refusal.value.faults == [
         "optimizer.name=muon_adm: must be one of muon_adam; did you mean muon_adam?"
     ]
+
+
+def test_a_rate_for_a_path_in_which_adam_owns_nothing_is_said_to_have_no_use(tiny_run) -> None:
+    words = ("model.residual=baseline", "optimizer.routing_lr=0.02")
+    config, notes = resolve(composed(*tiny_run(*words)))
+    no_use = "optimizer.routing_lr has no meaning for model.residual=baseline: recorded as null"
+    assert config.optimizer.routing_lr is None and no_use in notes
