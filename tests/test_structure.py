@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from lrattnres.residual.base import paths
 from tests.paths import ROOT
 
 PACKAGE = ROOT / "lrattnres"
@@ -68,6 +69,9 @@ def test_only_the_entry_scripts_import_hydra_and_only_kernels_import_triton() ->
         assert "triton" not in roots or "kernels" in path.parts, path
 
 
-def test_variant_names_appear_only_in_their_table() -> None:
-    names = re.compile(r"""["'](baseline|attn_res|p_lr|s_lr|delta)["']""")
-    assert [path.name for path in FILES if names.search(path.read_text())] == ["router.py"]
+def test_the_name_of_a_path_stands_in_its_own_file_only() -> None:
+    names = re.compile(rf"""["']({"|".join(paths())})["']""")
+    homes = {path.__module__.rpartition(".")[2] + ".py" for path in paths().values()}
+    for path in FILES:
+        if path.parent != PACKAGE / "residual" or path.name not in homes:
+            assert not names.search(path.read_text()), path

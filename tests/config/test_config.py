@@ -67,7 +67,11 @@ def faults(*overrides: str) -> list[str]:
         ("micro_batch=5", ["micro_batch=5", "global_batch=16", "micro_batch=4"]),
         (
             "model.residual=slr",
-            ["model.residual=slr", "baseline, attn_res, p_lr, s_lr, delta", "did you mean s_lr"],
+            [
+                "model.residual=slr",
+                "attn_res, baseline, delta, denseformer, p_lr, s_lr",
+                "did you mean s_lr",
+            ],
         ),
         ("model.routing=plus", ["model.routing=plus", "replace, add"]),
         ("compile=no", ["compile=no", "off, model, regions"]),

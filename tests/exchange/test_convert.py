@@ -193,7 +193,7 @@ def test_a_residual_path_that_cannot_be_is_refused(models, tmp_path: Path) -> No
         ("model.residual=slr",): "must be one of",
         ("model.residual=baseline", "model.blocks=2"): "has no meaning for model.residual=baseline",
         ("model.residual=s_lr",): "needs a key width",
-        ("model.residual=delta", "model.blocks=7"): "between 1 and 6",
+        ("model.residual=delta", "model.blocks=7"): r"between 1 and 2\*model.layers=6",
         ("model.residual=delta", "context=65"): "between 1 and 64",
         ("model.residual=delta", "model.rank=3"): "model.rank=3: has no meaning",
     }.items():

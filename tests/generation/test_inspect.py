@@ -26,7 +26,7 @@ def keys_of(model, tokens) -> list[list[torch.Tensor]]:
     """Per site, the keys [T, r] of its sources in float64, from the sub-layers' outputs alone (p_lr in blocks)."""
     outputs, dim = [], model.config.dim
     hooks = [
-        layer.register_forward_hook(lambda module, given, output: outputs.append(output[0]))
+        layer.register_forward_hook(lambda module, given, output: outputs.append(output[0][0]))
         for layer in model.sublayers
     ]
     model(tokens, model.mask(segments(tokens, SEPARATOR), *tokens.shape))

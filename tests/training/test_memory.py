@@ -81,7 +81,8 @@ def test_the_kernels_of_the_run_are_counted() -> None:
     tokens, reads = 8 * 96, 8
     saved = plain.activations - fused.activations
     assert 0.5 * reads * tokens * 64 * 4 < saved < 3 * reads * tokens * 64 * 4
-    assert (plain.weights, plain.sources) == (fused.weights, fused.sources)
+    # What is read ahead is carried too.
+    assert plain.weights == fused.weights and plain.sources < fused.sources
 
 
 def test_peaks_are_seen() -> None:
