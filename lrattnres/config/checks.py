@@ -64,10 +64,8 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
     model, notes = path.settled(config.model)
     learns = any(role.owner == "adam" for role in path.roles(model).values())
     if config.optimizer.routing_lr is not None and not learns:
-        notes.append(
-            f"optimizer.routing_lr has no meaning for model.residual={model.residual}, "
-            "of which Adam trains nothing: recorded as null"
-        )
+        of_path = f"has no meaning for model.residual={model.residual}: recorded as null"
+        notes.append(f"optimizer.routing_lr {of_path}")
         optimizer = dataclasses.replace(config.optimizer, routing_lr=None)
         config = dataclasses.replace(config, optimizer=optimizer)
     if config.compile is Compile.model and placement()[1] > 1:

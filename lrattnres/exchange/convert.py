@@ -136,7 +136,11 @@ def _target(config: ConvertConfig, given: ModelConfig) -> ModelConfig:
     else:
         path = path_of(target)
         errors += path.errors(target)
-        errors += [] if errors else [f"{note}; leave it out" for note in path.settled(target)[1]]
+        errors += [
+            f"model.{name}={value}: has no meaning for model.residual={variant.residual}; leave it out"
+            for name, value in chosen.items()
+            if name not in (*path.uses, "residual") and value not in (None, False)
+        ]
     if config.context is not None and not 1 <= config.context <= given.context:
         errors.append(
             f"context={config.context}: must be between 1 and {given.context}, what the model was trained for"
