@@ -12,8 +12,8 @@ from lrattnres.config import ConfigError, EvalConfig, parse
 from lrattnres.config.commands import ExportConfig
 from lrattnres.entry import settings
 from lrattnres.evaluation.run import Evaluation, _say_what_goes, evaluate_run
-from lrattnres.exchange.export import _ends, export_run
-from lrattnres.exchange.folder import FolderError, figures
+from lrattnres.exchange.export import export_run
+from lrattnres.exchange.folder import FolderError, ends_of, figures
 from lrattnres.runs.checkpoint import Checkpoints
 from lrattnres.runs.folder import RunFolder
 from tests.test_cli import run
@@ -88,11 +88,21 @@ def test_figures_are_of_training_and_of_a_later_evaluation(tmp_path: Path) -> No
     assert figures(tmp_path, 11) == {}
 
 
-def test_a_text_ends_where_training_ended_it_and_where_the_given_model_does(tmp_path: Path) -> None:
-    for said, ends in ((None, 3), (3, 3), (5, [3, 5]), ([5, 3, 4], [3, 4, 5])):
+def test_a_text_ends_where_any_of_the_files_says(tmp_path: Path) -> None:
+    assert ends_of(tmp_path) == set()
+    for said, also, ends in (
+        (None, 3, {3}),
+        (3, [3], {3}),
+        (5, [3, 5], {3, 5}),
+        ([5, 4], None, {4, 5}),
+    ):
         (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": said}))
-        assert _ends(tmp_path, 3) == ends
-    assert _ends(None, 256) == 256
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": also}))
+        assert ends_of(tmp_path) == ends
+    for wrong in ("3", [3, None], True, -1):
+        (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": wrong}))
+        with pytest.raises(FolderError, match=r"eos_token_id=.*must be the number of a token"):
+            ends_of(tmp_path)
 
 
 def test_what_an_evaluation_replaces_is_said(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def given(tmp_path_factory) -> Path:
         torch.nn.init.normal_(parameter, std=0.1)
     path = tmp_path_factory.mktemp("given")
     write_model(
-        path, config, model.state_dict(), "", tokenizer="bytes", separator=256, end=256, step=0
+        path, config, model.state_dict(), "", tokenizer="bytes", separator=256, ends=[256], step=0
     )
     return path
 

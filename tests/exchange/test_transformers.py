@@ -45,7 +45,9 @@ def far(config: ModelConfig) -> Transformer:
 
 def written(config: ModelConfig, path: Path) -> Path:
     model = far(config)
-    write_model(path, config, model.state_dict(), "", tokenizer="bytes", separator=0, end=0, step=0)
+    write_model(
+        path, config, model.state_dict(), "", tokenizer="bytes", separator=0, ends=[0], step=0
+    )
     return path
 
 

@@ -50,7 +50,7 @@ def test_greedy_text_is_that_of_the_whole_pass(trained) -> None:
             )
         )
     found = generated(trained, f"prompt={prompt}", "temperature=0", "tokens=12", "end=false")
-    assert found == run.tokenizer.decode(tokens[len(prompt) + 1 :]) + "\n"
+    assert found == run.words.decode(tokens[len(prompt) + 1 :]) + "\n"
 
 
 def test_one_text_alone_is_the_same_text_among_many(trained) -> None:
