@@ -15,7 +15,7 @@ from lrattnres.data.errors import DataError
 FILE = "tokenizer.json"
 SPACE = "\u2581"  # how encodings of the SentencePiece family write a space
 # The parts of a decoder of that family, as the package names them.
-PIECES = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
+PIECES = {"Sequence", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 
 
 class Spelling(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -61,15 +62,14 @@ def read_tokenizer(folder: Path, notes: list[str]) -> GivenTokenizer:
 
     try:
         made = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        effective = made.backend_tokenizer.to_str()
         file = folder / "tokenizer.json"
-        written = Tokenizer.from_file(str(file)).to_str() if file.exists() else effective
+        alone = Tokenizer.from_file(str(file)) if file.exists() else made.backend_tokenizer
     except Exception as error:  # of any class: it reads whatever lies there
         reason = str(error).partition("\n")[0]
         raise FolderError(
             f"{folder}: its tokenizer cannot be read by transformers: {reason}"
         ) from error
-    if effective != written:
+    if not _alike(made.backend_tokenizer, alone):
         notes.append(
             f"{folder}: {SETTINGS} changes what tokenizer.json says; "
             "the tokenizer is written as transformers reads the two"
@@ -77,6 +77,14 @@ def read_tokenizer(folder: Path, notes: list[str]) -> GivenTokenizer:
     ends = frozenset() if made.eos_token_id is None else frozenset({made.eos_token_id})
     largest = max(made.get_vocab().values(), default=-1)
     return GivenTokenizer(largest, made.bos_token_id, ends, partial(_save, made))
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two tokenizers are the same, however their templates are written."""
+    trees = [
+        json.loads(tokenizer.to_str()) | {"post_processor": None} for tokenizer in (one, other)
+    ]
+    return trees[0] == trees[1] and one.encode("a").ids == other.encode("a").ids
 
 
 def _save(made: Any, path: Path) -> None:
