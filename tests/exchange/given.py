@@ -39,12 +39,13 @@ def sentence_piece() -> Tokenizer:
     """As Llama 2 has it, with bytes for what is no word."""
     fallback = [f"<0x{byte:02X}>" for byte in range(256)]
     made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<x>", fuse_unk=True))
-    made.pre_tokenizer = pre_tokenizers.Metaspace(split=False)
+    made.pre_tokenizer = pre_tokenizers.Metaspace(split=True)
     trainer = trainers.BpeTrainer(vocab_size=340, special_tokens=[*SPECIAL, *fallback])
     made.train_from_iterator(TEXT, trainer)
     tree = json.loads(made.to_str())  # the trainer calls them special, and no model does
     tree["added_tokens"] = tree["added_tokens"][:3]
     made = Tokenizer.from_str(json.dumps(tree))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(split=False)
     made.decoder = decoders.Sequence(
         [
             decoders.Replace("▁", " "),
