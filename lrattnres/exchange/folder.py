@@ -284,8 +284,11 @@ def _refuse_place(path: Path, out: str) -> None:
         raise FolderError("out=: names no folder; write out=FOLDER")
     if "\0" in out:
         raise FolderError(f"out={out!r}: has a NUL character; write the name of a folder")
-    if path.is_symlink() and not path.exists():
-        raise FolderError(f"out={out}: a link to nothing; write another folder, or remove it")
+    for place in (path, *path.parents):
+        if place.is_symlink() and not place.exists():
+            raise FolderError(
+                f"out={out}: {place} is a link to nothing; remove it, or write another"
+            )
     if path.resolve() == Path.cwd():
         raise FolderError(f"out={out}: the working directory itself; write a folder inside it")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):

@@ -156,13 +156,15 @@ def test_what_is_no_model_alone_is_refused(source) -> None:
         converted(source)
     (source / "adapter_config.json").unlink()
     write(source / "config.json", transformers_weights="other.safetensors")
-    with pytest.raises(FolderError, match="transformers_weights='other.safetensors': must be None"):
+    with pytest.raises(
+        FolderError, match=r"transformers_weights='other\.safetensors': must be None"
+    ):
         converted(source)
     write(source / "config.json", transformers_weights=None, num_hidden_layers="2")
     with pytest.raises(FolderError, match="num_hidden_layers='2': must be a number above 0"):
         converted(source)
     write(source / "config.json", num_hidden_layers=2, vocab_size=280)
-    with pytest.raises(FolderError, match="its tokenizer has token 289, and .* vocab_size=280"):
+    with pytest.raises(FolderError, match=r"its tokenizer has token 289, and .* vocab_size=280"):
         converted(source)
     write(source / "config.json", vocab_size=290)
     change_weights(source, embedding=torch.ones(290, 32, dtype=torch.int8))
