@@ -1,4 +1,4 @@
-"""The tokenizer that came with a pretrained model: its tokenizer.json, read by the package tokenizers."""
+"""The tokenizer that came with a pretrained model: its tokenizer.json, read by `tokenizers`."""
 
 from __future__ import annotations
 
@@ -123,7 +123,8 @@ class Encoder:
             from tokenizers import Tokenizer
         except ImportError as error:
             raise DataError(
-                f"{folder / FILE}: needs the package tokenizers; `pip install lrattnres[transformers]`"
+                f"{folder / FILE}: needs the package tokenizers; "
+                "`pip install lrattnres[transformers]`"
             ) from error
         self.folder, self._fast = folder, Tokenizer.from_file(str(folder / FILE))
         self._fast.no_truncation()

@@ -59,7 +59,7 @@ def evaluate_tasks(config: EvalConfig) -> Path:
     from lrattnres.evaluation.harness import HarnessModel
 
     assert config.downstream is not None
-    # The harness's own index is some thousand files long, and not needed where all tasks are one's own.
+    # The harness's own index is thousands of files, and not needed where all tasks are one's own.
     manager = TaskManager(include_path=config.tasks, include_defaults=False)
     if not set(config.downstream) <= set(manager.all_tasks):
         manager = TaskManager(include_path=config.tasks)
@@ -72,9 +72,14 @@ def evaluate_tasks(config: EvalConfig) -> Path:
     harness = HarnessModel(loaded.model, words, config.batch or BATCH, unlike_greedy(loaded.source))
     try:
         results = simple_evaluate(
-            harness, tasks=list(config.downstream), num_fewshot=0, limit=config.limit, task_manager=manager,
-            bootstrap_iters=RESAMPLES, log_samples=False,
-        )  # fmt: skip
+            harness,
+            tasks=list(config.downstream),
+            num_fewshot=0,
+            limit=config.limit,
+            task_manager=manager,
+            bootstrap_iters=RESAMPLES,
+            log_samples=False,
+        )
     except (OSError, ConnectionError) as error:
         raise DataError(
             f"downstream={config.downstream}: the data of a task cannot be had: {error}"
@@ -123,7 +128,11 @@ def _check(config: EvalConfig) -> None:
 
 
 def unlike_greedy(source: Checkpoint | Exported) -> list[str]:
-    """What generation_config.json of a converted model says that greedy decoding here does not do."""
+    """What generation_config.json of a converted model says and greedy decoding here does not do.
+
+    Returns:
+        Each setting with its file, as key=value.
+    """
     if not isinstance(source, Exported) or source.tokenizer is not None:
         return []
     said = read_json(source.path / GENERATION)
@@ -149,7 +158,7 @@ def check_names(wanted: list[str], known: list[str]) -> None:
 
 
 def _table(results: dict[str, dict[str, Any]]) -> list[str]:
-    """One line a task and metric; names of metrics end with the harness's filter, which is seldom of interest."""
+    """One line a task and metric, whose name ends with the harness's filter if it has one."""
     lines = []
     for task, values in results.items():
         for key, value in values.items():

@@ -1,4 +1,4 @@
-"""A model of ours as the language model of lm-evaluation-harness: text in, log-likelihoods or text out.
+"""A model of ours as lm-evaluation-harness wants it: text in, log-likelihoods or text out.
 
 Imported only where tasks are measured: the harness is an extra.
 """
@@ -115,8 +115,8 @@ class HarnessModel(TemplateLM):
                     target = torch.tensor(requests[number][2], device=logits.device)
                     if not 0 < len(target) < len(row):
                         raise DataError(
-                            f"a continuation of {len(target)} tokens: must be between 1 and {self.context}, the context; "
-                            "leave its task out of downstream=[…]"
+                            f"a continuation of {len(target)} tokens: must be between 1 and "
+                            f"{self.context}, the context; leave its task out of downstream=[…]"
                         )
                     scores = (
                         logits[place, len(row) - 1 - len(target) : len(row) - 1]
@@ -205,7 +205,8 @@ def _limits(options: dict[str, Any]) -> tuple[int, tuple[str, ...]]:
     """Most tokens, and the texts that end one."""
     if options.get("do_sample") or options.get("temperature"):
         raise DataError(
-            f"generation_kwargs={options}: sampling is not had here; write do_sample: false and no temperature"
+            f"generation_kwargs={options}: sampling is not had here; write do_sample: false and "
+            "no temperature"
         )
     names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
     length = next((int(options[name]) for name in names if options.get(name)), MOST_GENERATED)

@@ -1,4 +1,7 @@
-"""From windows of tokens to cross-entropy and z-loss, as sums over tokens: whoever divides knows the global count."""
+"""From windows of tokens to cross-entropy and z-loss, as sums over tokens.
+
+Whoever divides them knows the global count.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,13 @@ from lrattnres.model.transformer import Observer, Transformer
 
 
 class Losses(NamedTuple):
-    """Cross-entropy in nats, squared logsumexp, and whether there is a target: a token each, or summed."""
+    """Losses of each token, or their sums.
+
+    Attributes:
+        cross_entropy: Nats.
+        squared_logsumexp: What z-loss weighs.
+        tokens: Whether there is a target; summed, how many there are.
+    """
 
     cross_entropy: Tensor
     squared_logsumexp: Tensor
@@ -25,7 +34,15 @@ class Losses(NamedTuple):
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Losses:
-    """logits [B, T, V], targets [B, T] with IGNORE where there is none; float32 [B, T], zero without a target."""
+    """The losses of each token.
+
+    Args:
+        logits: [B, T, V], of any floating-point type.
+        targets: int64 [B, T], IGNORE where there is none.
+
+    Returns:
+        float32 [B, T] each, zero without a target; `tokens` is bool.
+    """
     valid = targets != IGNORE
     logits = logits.float()
     logsumexp = logits.logsumexp(-1)
@@ -41,7 +58,15 @@ def window_losses(
     documents: bool,
     observe: Observer | None = None,
 ) -> Losses:
-    """The losses of windows [B, T+1]; `documents`: whether attention stays inside a document. An observed pass is eager."""
+    """The losses of each token of windows.
+
+    Args:
+        model: The model.
+        windows: int64 [B, T+1], padded with IGNORE.
+        separator: The token that begins a document.
+        documents: Whether attention stays inside a document.
+        observe: Is called at every site; such a pass is not compiled.
+    """
     inputs, targets, numbers = split_windows(windows, separator)
     device = model.head.weight.device
     mask = model.mask(numbers if documents else None, *inputs.shape)

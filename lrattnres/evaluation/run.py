@@ -171,7 +171,7 @@ def _check_identity(folder: RunFolder, dataset: Dataset) -> None:
 
 
 def _say_what_goes(result: Evaluation, say: Callable[[str], None]) -> None:
-    """An earlier measurement of the same step is replaced, and not without a word if it was another one."""
+    """An earlier measurement of the step is replaced, with a word if it was another one."""
     before = from_json(result.file.read_bytes()) if result.file.exists() else result.record
     other = {name: value for name, value in before.items() if result.record.get(name) != value}
     if other:

@@ -47,7 +47,7 @@ class Words(Protocol):
         """The tokens of a text, without the opening; nothing in it is special."""
 
     def encode_for_task(self, text: str) -> list[int]:
-        """The same as lm-evaluation-harness does it: a special token may be spelled in the text."""
+        """The same as lm-evaluation-harness has it: a text may spell a special token."""
 
     def opens_itself(self, text: str) -> bool:
         """Whether a task's text already spells what it would be opened with."""
@@ -61,7 +61,7 @@ class Words(Protocol):
 
 @dataclass(frozen=True)
 class TrainedWords:
-    """The tokenizer that a model was trained with here: the separator opens every text, and ends it.
+    """The tokenizer that a model was trained with here: the separator opens and ends every text.
 
     Attributes:
         tokenizer: The tokenizer.

@@ -208,21 +208,25 @@ def _target(config: ConvertConfig, given: ModelConfig) -> ModelConfig:
             else {n: getattr(variant, n) for n in ("rank", "blocks", "routing", "gate")}
         )
         errors += [
-            f"model.{name}={value}: has no meaning for model.residual={variant.residual}; leave it out"
+            f"model.{name}={value}: has no meaning for model.residual={variant.residual}; "
+            "leave it out"
             for name, value in unused.items()
             if value not in (None, False)
         ]
     elif variant.rank is None or not 1 <= variant.rank <= given.dim:
         errors.append(
-            f"model.rank={variant.rank}: {variant.residual} needs a key width between 1 and {given.dim}"
+            f"model.rank={variant.rank}: {variant.residual} needs a key width between 1 and "
+            f"{given.dim}"
         )
     if keys and variant.blocks is not None and not 1 <= variant.blocks <= 2 * given.layers:
         errors.append(
-            f"model.blocks={variant.blocks}: must be between 1 and {2 * given.layers}, the number of sub-layers"
+            f"model.blocks={variant.blocks}: must be between 1 and {2 * given.layers}, the number "
+            "of sub-layers"
         )
     if config.context is not None and not 1 <= config.context <= given.context:
         errors.append(
-            f"context={config.context}: must be between 1 and {given.context}, what the model was trained for"
+            f"context={config.context}: must be between 1 and {given.context}, what the model was "
+            "trained for"
         )
     if errors:
         raise ConfigError(errors)
@@ -236,7 +240,7 @@ def _target(config: ConvertConfig, given: ModelConfig) -> ModelConfig:
 
 @torch.no_grad()
 def _fill(model: Transformer, given: Given, source: Path) -> None:
-    """Copies every given tensor into the new model. Projections that also write keys keep their own rows for those."""
+    """Copies every given tensor; projections that also write keys keep their own rows for those."""
     state = dict(model.state_dict())
     emit, dim = model.router.emit_dim, model.config.dim
     if more := given.weights.keys() - state.keys():
@@ -247,9 +251,8 @@ def _fill(model: Transformer, given: Given, source: Path) -> None:
         if name.endswith("output.weight"):
             tensor = tensor[:dim]  # without the key rows of a model that was trained here
         if place.shape != tensor.shape:
-            raise FolderError(
-                f"{source}: {name} has shape {tuple(tensor.shape)}, but {CONFIG} says {tuple(place.shape)}"
-            )
+            there, here = tuple(tensor.shape), tuple(place.shape)
+            raise FolderError(f"{source}: {name} has shape {there}, but {CONFIG} says {here}")
         place.copy_(tensor)
     missing = [
         name for name in state.keys() - given.weights.keys() if not name.startswith("router.")

@@ -1,4 +1,4 @@
-"""A trained model as a folder that needs no run: weights as safetensors, and what they mean as JSON.
+"""A trained model as a folder that needs no run: safetensors, and what they mean as JSON.
 
     DIR/
         model.safetensors          every parameter under its name in `Transformer`
@@ -279,7 +279,7 @@ THERE = "there is something already; write another folder, or remove it"
 
 
 def _refuse_place(path: Path, out: str) -> None:
-    """Raises FolderError for what is no name of a folder that can be made, OSError where looking fails."""
+    """Raises FolderError for what cannot become a folder, OSError where looking fails."""
     if not out:
         raise FolderError("out=: names no folder; write out=FOLDER")
     if "\0" in out:
@@ -408,7 +408,7 @@ def ends_of(folder: Path) -> frozenset[int]:
 
 
 def figures(folder: Path, step: int) -> dict[str, Any]:
-    """What was measured at `step`: in training, and later by eval.py, which counts where both did."""
+    """What was measured at `step`, in training or later by eval.py; the later one counts."""
     metrics, later = folder / "metrics.jsonl", folder / "evaluation" / f"step_{step:06d}.json"
     records = MetricsFile.read(metrics) if metrics.exists() else []
     measured = next((record for record in records if record["step"] == step), {})

@@ -1,4 +1,4 @@
-"""Llama and Qwen3 models in Hugging Face format: their config.json, and their weights by our names."""
+"""Llama and Qwen3 models in Hugging Face format: their config.json and their weights."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def model_of(tree: Mapping[str, Any], file: Path) -> ModelConfig:
 
 
 def _rope(tree: Mapping[str, Any], errors: list[str]) -> tuple[float, RopeScaling]:
-    """Base and scaling. Older files have them as `rope_theta` and `rope_scaling`, and some have both."""
+    """Base and scaling. Older files call them `rope_theta` and `rope_scaling`; some have both."""
     known = {
         key: given
         for key in ("rope_parameters", "rope_scaling")
@@ -145,7 +145,8 @@ def _one_rope(tree: Mapping[str, Any], key: str, errors: list[str]) -> dict[str,
     for name, value in outside.items():
         if value is not None and given.setdefault(name, value) != value:
             errors.append(
-                f"{name}: {given[name]!r} in {key}, and {value!r} beside it; leave out one of the two"
+                f"{name}: {given[name]!r} in {key}, and {value!r} beside it; "
+                "leave out one of the two"
             )
     if given.get("partial_rotary_factor", 1.0) != 1.0:
         errors.append(f"partial_rotary_factor={given['partial_rotary_factor']!r}: must be 1.0 here")
@@ -235,7 +236,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def interleaved(rows: Tensor, width: int) -> Tensor:
-    """Rows [heads * width, ...] in another order: rotary pairs (j, j + width/2) become (2j, 2j + 1)."""
+    """Rows [heads * width, ...], reordered: rotary pairs (j, j + width/2) become (2j, 2j + 1)."""
     return rows.unflatten(0, (-1, 2, width // 2)).transpose(1, 2).flatten(0, 2)
 
 

@@ -108,7 +108,7 @@ def _say(text: str) -> None:
 
 
 def _prompts(config: GenerateConfig, source: TextIO) -> list[str]:
-    """Raises ConfigError for what is not UTF-8: a command line holds the bytes of others as lone surrogates."""
+    """Raises ConfigError for bytes that are not UTF-8: a command line has them as surrogates."""
     try:
         text = source.read() if config.prompt == "-" else config.prompt
         text.encode("utf-8")
@@ -125,13 +125,13 @@ def _prompts(config: GenerateConfig, source: TextIO) -> list[str]:
 
 
 def _split(text: str) -> list[str]:
-    """Lines without their ends, which are line feeds: other characters that break lines may be part of a prompt."""
+    """Lines without their line feeds; other characters that break lines may be in a prompt."""
     lines = text.split("\n")
     return [line.removesuffix("\r") for line in (lines[:-1] if lines[-1] == "" else lines)]
 
 
 def _jobs(config: GenerateConfig, prompts: Sequence[str], loaded: Loaded) -> list[Job]:
-    """Every prompt as often as it has samples. Raises ConfigError that names all that do not fit into the context."""
+    """Every prompt for each of its samples. Raises ConfigError with all that do not fit."""
     words = loaded.words
     encoded = [words.opening + words.encode(prompt) or [words.prefix] for prompt in prompts]
     errors = []
@@ -149,7 +149,7 @@ def _jobs(config: GenerateConfig, prompts: Sequence[str], loaded: Loaded) -> lis
 def _grow(
     config: GenerateConfig, loaded: Loaded, decoder: Decoder, jobs: Sequence[Job]
 ) -> Iterator[tuple[int, str, Continuation]]:
-    """(row, piece of text, what there is of that row) after every token and at the end of every row."""
+    """Row, new piece of text, and what there is of the row: after every token of every row."""
     sampling = Sampling(config.temperature, config.top_k, config.top_p, config.min_p)
     words = loaded.words
     streams = [TextStream(words, config.stop, first=not job.prompt) for job in jobs]

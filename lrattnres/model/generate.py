@@ -1,4 +1,4 @@
-"""Texts that grow token by token, several at once: each has its own length, its own dice and its own end."""
+"""Texts that grow token by token, several at once, each with its own length, dice and end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From logits to the next token: what may be chosen, with which probability, and the choice itself."""
+"""From logits to the next token: what may be chosen, how likely it is, and the choice."""
 
 from __future__ import annotations
 

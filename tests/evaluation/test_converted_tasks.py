@@ -1,4 +1,4 @@
-"""Tasks on a converted model: what the harness's own backend measures on the model it was made of."""
+"""Tasks on a converted model: what the harness itself measures on the model it was made of."""
 
 import json
 from pathlib import Path

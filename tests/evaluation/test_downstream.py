@@ -1,4 +1,6 @@
-"""Tasks through the real harness, on data of our own; log-likelihoods against a forward pass for each text alone."""
+"""Tasks through the real harness, on data of our own; log-likelihoods against a forward pass for
+each text alone.
+"""
 
 import dataclasses
 import json

@@ -1,4 +1,6 @@
-"""Pretrained folders as others write them: random weights by transformers, and a tokenizer of their own."""
+"""Pretrained folders as others write them: random weights by transformers, and a tokenizer of their
+own.
+"""
 
 import json
 from pathlib import Path
@@ -61,7 +63,7 @@ def sentence_piece() -> Tokenizer:
 
 
 def pretrained(path: Path, tokenizer: Tokenizer | None = None, family="Llama", **changes):
-    """A model far from uniform in the folder `path`; returns it as transformers has it in memory."""
+    """Makes a model far from uniform in the folder `path`; returns it as transformers has it."""
     import transformers
 
     rows = 1 + max(tokenizer.get_vocab().values()) if tokenizer else 67

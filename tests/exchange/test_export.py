@@ -1,4 +1,6 @@
-"""An exported folder is the model: the same loss by eval.py, the same logits by `lrattnres.load`, nothing by halves."""
+"""An exported folder is the model: the same loss by eval.py, the same logits by `lrattnres.load`,
+nothing by halves.
+"""
 
 import io
 import json

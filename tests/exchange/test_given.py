@@ -1,4 +1,4 @@
-"""Facts that several files of a pretrained model state: decided as transformers does, or refused."""
+"""Facts that several files of a pretrained model state: those of transformers, or a refusal."""
 
 import io
 import json

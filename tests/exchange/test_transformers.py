@@ -1,4 +1,6 @@
-"""The exported folder as transformers sees it: the same logits, padding that changes nothing, greedy decoding by hand."""
+"""The exported folder as transformers sees it: the same logits, padding that changes nothing,
+greedy decoding by hand.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""Text that grows: pieces add up to the whole, no broken character, and stop texts however the tokens are cut."""
+"""Text that grows: pieces add up to the whole, no broken character, and stop texts however the
+tokens are cut.
+"""
 
 import random
 

@@ -1,4 +1,6 @@
-"""What is drawn, against distributions computed one token at a time in float64, and against the whole forward pass."""
+"""What is drawn, against distributions computed one token at a time in float64, and against the
+whole forward pass.
+"""
 
 import math
 
