@@ -80,6 +80,9 @@ class ExportConfig:
     run: str = option("run folder, or one checkpoint inside it")
     out: str = option("folder that is made; one that has something in it is refused")
     step: int | None = option("checkpoint to export; null: the newest complete one", None)
+    strict: bool = option(
+        "refuse where a newer checkpoint is damaged; false: pass it over, and record that", True
+    )
 
 
 @dataclass

@@ -326,6 +326,9 @@ class TrainConfig:
 class EvalConfig:
     run: str = option("run folder, one checkpoint inside it, or an exported model")
     step: int | None = option("checkpoint to evaluate; null: the newest complete one", None)
+    strict: bool = option(
+        "refuse where a newer checkpoint is damaged; false: pass it over, and record that", True
+    )
     tokens: int | None = option("held-out tokens; null: as the run has it", None)
     batch: int | None = option("sequences a forward pass; null: as the run has it", None)
     diagnostics: bool = option("also measure where each site reads, as JSON and pictures", False)

@@ -58,6 +58,10 @@ class Tokenizer(Protocol):
     def token_bytes(self) -> np.ndarray:
         """int64 [vocabulary]: bytes of text each token stands for; 0 for special and unused tokens."""
 
+    @property
+    def tokens(self) -> list[int]:
+        """Every token, rising; a number below `vocabulary` that is not here stands for none."""
+
     def encode(self, text: str) -> np.ndarray:
         """int32 [tokens]. The spelling of a special token inside `text` is plain text."""
 
@@ -90,6 +94,10 @@ class _SpelledTokenizer:
             for token, spelling in enumerate(self._spelling)
         )
         return np.fromiter(lengths, dtype=np.int64, count=self.vocabulary)
+
+    @cached_property
+    def tokens(self) -> list[int]:
+        return [number for number, spelled in enumerate(self._spelling) if spelled is not None]
 
     def encode(self, text: str) -> np.ndarray:
         return self._encode(clean(text))

@@ -29,10 +29,21 @@ def diagnose(
 ) -> dict[str, Any]:
     """Effective sources, mean and largest α, and the norm of h, per site: see `DepthProbe`.
 
-    Every position that has a target counts once. No α outlives its batch: of each batch its sums are kept, which are
-    added in the order of the batches, so the result is the same bit by bit for any number of ranks. All ranks take
-    part in every pass, as the weights of a sharded model are gathered by all of them, and call `pause` before it, which
-    may end it all by raising.
+    Every position that has a target counts once. No α outlives its batch: of each batch its sums
+    are kept, which are added in the order of the batches, so the result is the same bit by bit for
+    any number of ranks. All ranks take part in every pass, as the weights of a sharded model are
+    gathered by all of them.
+
+    Args:
+        model: The model.
+        windows: Batches of windows, int64 [B, T+1], whose padding is IGNORE.
+        separator: The token that begins a document.
+        documents: Whether attention stays inside a document.
+        ranks: Those that share the windows; None: this process alone.
+        pause: Is called before every pass by all ranks, and may end it all by raising.
+
+    Returns:
+        Plain values for JSON, a list over the sites for each measure.
     """
     ranks = ranks or Ranks()
     of_batches = []

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lrattnres.data.packing import segments
-from lrattnres.data.tokenizers import Tokenizer
+from lrattnres.evaluation.words import Words
 from lrattnres.model.transformer import Transformer
 from lrattnres.residual.base import State
 from lrattnres.residual.probe import source_name
@@ -18,10 +18,18 @@ from lrattnres.residual.probe import source_name
 def depth_reads(
     model: Transformer, tokens: Tensor, separator: int, *, documents: bool
 ) -> dict[int, Tensor]:
-    """Site t = 2..M+1 -> α, float32 [T, sources] on the CPU, of one window of tokens [T]; the sources as the plan has them.
+    """The weight α that each token, at each site, gives each source.
 
-    Site t feeds sub-layer t, and site M+1 the head; site 1 has one source and no choice. Of several heads it is their
-    mean. Empty where nothing routes.
+    Args:
+        model: The model.
+        tokens: int64 [T], one window.
+        separator: The token that begins a document.
+        documents: Whether attention stays inside a document.
+
+    Returns:
+        α by the site t = 2..M+1, float32 [T, sources] on the CPU, the sources as the plan has them
+        and the mean of several heads. Site t feeds sub-layer t, and site M+1 the head; site 1 has
+        one source and no choice. Empty where nothing routes.
     """
     window = tokens.unsqueeze(0).to(model.head.weight.device)
     numbers = segments(window, separator) if documents else None
@@ -37,17 +45,15 @@ def depth_reads(
 
 
 def reads_record(
-    model: Transformer, tokenizer: Tokenizer, tokens: Tensor, *, documents: bool
+    model: Transformer, words: Words, tokens: Tensor, *, documents: bool
 ) -> dict[str, Any]:
-    """`depth_reads` for JSON: tokens with their spelling, and for every site its sources by name and α to six decimals.
+    """`depth_reads` for JSON: tokens with their spelling; and of every site its sources and α.
 
-    A token that is part of a character is spelled by its bytes, as \\xe2.
+    A token that is part of a character is spelled by its bytes, as \\xe2; α has six decimals.
     """
-    reads = depth_reads(model, tokens, tokenizer.separator, documents=documents)
+    reads = depth_reads(model, tokens, words.prefix, documents=documents)
     path, last = model.router, len(model.sublayers)
-    names = [
-        tokenizer.spell([token]).decode("utf-8", "backslashreplace") for token in tokens.tolist()
-    ]
+    names = [words.spell([token]).decode("utf-8", "backslashreplace") for token in tokens.tolist()]
     return {
         "tokens": [
             {"token": token, "text": name}

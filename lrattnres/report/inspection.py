@@ -10,8 +10,9 @@ import torch
 from lrattnres.config import ConfigError, EvalConfig
 from lrattnres.config.checks import resolve_inspect
 from lrattnres.config.commands import InspectConfig
-from lrattnres.evaluation.load import TrainedRun, load_run
+from lrattnres.evaluation.load import Loaded, load_run
 from lrattnres.evaluation.reads import reads_record
+from lrattnres.evaluation.run import results_folder
 from lrattnres.report.reads import mean_heatmap, token_heatmap
 from lrattnres.runs.files import to_json, write_atomic
 
@@ -34,17 +35,15 @@ def inspect_run(config: InspectConfig, source: TextIO) -> Path:
         threads=config.threads,
     )
     run = load_run(evaluation, print)
-    tokens = torch.tensor([run.tokenizer.separator, *run.tokenizer.encode(text).tolist()])
+    words = run.words
+    tokens = torch.tensor(words.opening + words.encode(text) or [words.prefix])
     shown = range(config.first, min(config.first + config.shown, len(tokens)))
     sites = _checked(config, run, len(tokens))
-    record = _named(run) | reads_record(
-        run.model, run.tokenizer, tokens, documents=run.settings.documents
-    )
+    record = _named(run) | reads_record(run.model, words, tokens, documents=run.documents)
 
-    out = Path(config.out) if config.out else run.folder.path / "inspection"
-    out.mkdir(parents=True, exist_ok=True)
+    out = results_folder(Path(config.out) if config.out else run.folder.path / "inspection")
     write_atomic(out / "reads.json", to_json(record) + "\n")
-    title = f"{run.folder.path.name}, step {run.checkpoint.step}"
+    title = f"{run.folder.path.name}, step {run.source.step}"
     part = f"tokens {shown.start} to {shown.stop - 1} of {len(tokens)}"
     token_heatmap(record, sites, shown, f"{title}: {part}", out / "tokens.png")
     mean_heatmap(record, f"{title}: mean over {len(tokens)} tokens", out / "sites.png")
@@ -73,9 +72,9 @@ def _text(config: InspectConfig, source: TextIO) -> str:
     return text
 
 
-def _checked(config: InspectConfig, run: TrainedRun, tokens: int) -> list[int]:
+def _checked(config: InspectConfig, run: Loaded, tokens: int) -> list[int]:
     """The sites of the picture over tokens. Raises ConfigError for all that does not fit the run or the text."""
-    model, last = run.settings.model, 2 * run.settings.model.layers + 1
+    model, last = run.model.config, 2 * run.model.config.layers + 1
     if not run.model.router.attends:
         raise ConfigError(
             [
@@ -103,9 +102,9 @@ def _checked(config: InspectConfig, run: TrainedRun, tokens: int) -> list[int]:
     return sorted(chosen or {2 + round(step * (last - 2) / (PANELS - 1)) for step in range(PANELS)})
 
 
-def _named(run: TrainedRun) -> dict[str, Any]:
+def _named(run: Loaded) -> dict[str, Any]:
     return {
         "run": run.folder.path.name,
-        "step": run.checkpoint.step,
-        "residual": run.settings.model.residual,
+        "step": run.source.step,
+        "residual": run.model.config.residual,
     }

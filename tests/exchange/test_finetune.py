@@ -1,4 +1,6 @@
-"""A run that starts from given weights starts with their loss, and moves routing at a rate of its own."""
+"""A run that starts from given weights starts with their loss, and moves routing at a rate of its
+own.
+"""
 
 import json
 from contextlib import closing
@@ -37,7 +39,7 @@ def given(tmp_path_factory) -> Path:
         torch.nn.init.normal_(parameter, std=0.1)
     path = tmp_path_factory.mktemp("given")
     write_model(
-        path, config, model.state_dict(), "", tokenizer="bytes", separator=256, end=256, step=0
+        path, config, model.state_dict(), "", tokenizer="bytes", separator=256, ends=[256], step=0
     )
     return path
 
@@ -164,7 +166,8 @@ def test_routing_moves_at_its_own_rate(routing_lr: float | None) -> None:
         parameter.grad = torch.randn_like(parameter)
     optimizer.set_step(0)
     optimizer.step()
-    # Adam's first step is the learning rate in the direction of the sign, and the warm-up is at a half.
+    # Adam's first step is the learning rate in the direction of the sign, and the warm-up is at a
+    # half.
     for name, rate in {
         "embedding.weight": 0.0005,
         "router.queries": routing_lr or 0.0005,

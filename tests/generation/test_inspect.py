@@ -1,4 +1,6 @@
-"""scripts/inspect_text.py: its α are those of the queries and keys themselves, and its name disturbs nobody."""
+"""scripts/inspect_text.py: its α are those of the queries and keys themselves, and its name
+disturbs nobody.
+"""
 
 import io
 import json
@@ -23,7 +25,9 @@ from tests.paths import ROOT
 
 
 def keys_of(model, tokens) -> list[list[torch.Tensor]]:
-    """Per site, the keys [T, r] of its sources in float64, from the sub-layers' outputs alone (p_lr in blocks)."""
+    """Per site, the keys [T, r] of its sources in float64, from the sub-layers' outputs alone (p_lr
+    in blocks).
+    """
     outputs, dim = [], model.config.dim
     hooks = [
         layer.register_forward_hook(lambda module, given, output: outputs.append(output[0][0]))

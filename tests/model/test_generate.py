@@ -1,4 +1,6 @@
-"""What is drawn, against distributions computed one token at a time in float64, and against the whole forward pass."""
+"""What is drawn, against distributions computed one token at a time in float64, and against the
+whole forward pass.
+"""
 
 import math
 
@@ -59,6 +61,17 @@ def test_distributions_against_a_list_in_plain_python(setting: dict) -> None:
     found = probabilities(logits, Sampling(**setting))
     expected = [naive(row, **setting) for row in logits.double().tolist()]
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_what_is_no_token_is_never_chosen(setting: dict) -> None:
+    """As if the model had no such rows."""
+    logits, allowed = torch.randn(7, 23) * 2, torch.rand(23) < 0.6
+    found = probabilities(logits, Sampling(**setting), allowed)
+    expected = torch.zeros(7, 23, dtype=torch.float64)
+    rows = [naive(row, **setting) for row in logits[:, allowed].double().tolist()]
+    expected[:, allowed] = torch.tensor(rows, dtype=torch.float64)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
 
 
 def test_equal_logits_keep_exactly_k() -> None:
