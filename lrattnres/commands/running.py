@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lrattnres.commands import HELP
 from lrattnres.config import fields_of
 from lrattnres.entry import leave, manual, settings
 
@@ -33,8 +34,10 @@ def command(
         positional: key of every word that is no `key=value` of the schema.
         training: words that the schema does not know are settings of training.
     """
+    # A reader that leaves, as `head` does, ends us without a word.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     words = sys.argv[1:] if words is None else words
-    if {"-h", "--help"} & set(words):
+    if HELP & set(words):
         print(manual(schema, (doc or "").strip()) + (f"\n\n{TRAINING}" if training else ""))
         return
     keys = fields_of(schema)
