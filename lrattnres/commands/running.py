@@ -40,9 +40,9 @@ def command(
     if HELP & set(words):
         print(manual(schema, (doc or "").strip()) + (f"\n\n{TRAINING}" if training else ""))
         return
-    keys = fields_of(schema)
-    own = [word for word in words if word.partition("=")[0] in keys]
-    others = [word for word in words if word.partition("=")[0] not in keys]
+    starts = tuple(f"{key}=" for key in fields_of(schema))
+    own = [word for word in words if word.startswith(starts)]
+    others = [word for word in words if not word.startswith(starts)]
     if positional:
         own, others = [*own, *(f"{positional}={word}" for word in others)], []
 
