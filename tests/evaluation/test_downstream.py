@@ -67,7 +67,9 @@ SHOWN = re.findall(
 
 @pytest.fixture(scope="module")
 def model() -> Transformer:
-    config = ModelConfig("delta", None, 2, None, 2, 16, 2, 24, 24, 257)
+    config = ModelConfig(
+        "delta", None, 2, layers=2, dim=16, heads=2, mlp_width=24, context=24, vocabulary=257
+    )
     made = build_model(
         config, seed=0, device=torch.device("cpu"), attention=BACKENDS["sdpa"], dtype=torch.float32
     )
