@@ -91,7 +91,7 @@ def member(settings: list[str], row: str, *seed: str) -> Member:
     folder = RunFolder(Path(config.runs) / config.name)
     saved = Checkpoints(folder.checkpoints_path).steps() if folder.checkpoints_path.is_dir() else []
     done = config.steps if folder.finished() else min(max(saved, default=0), config.steps - 1)
-    reads = cost(config.model).added_compute
+    reads = cost(config.model).added.mixing
     return Member(row, config, reads, done)
 
 

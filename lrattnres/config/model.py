@@ -96,7 +96,7 @@ class RopeScaling:
 @dataclass
 class ModelConfig:
     residual: str = option(
-        "residual path: a row of the table of variants (lrattnres/residual/router.py)"
+        "residual path: a name of docs/paths.md"
     )
     rank: int | None = option(
         "width r of a routing key, 1..dim; null where the variant has no key of its own"
