@@ -68,13 +68,13 @@ def plain_settings(tree: DictConfig) -> dict[str, Any]:
         raise own or ConfigError([str(fault).partition("\n")[0]]) from None
 
 
-def loosened(arguments: Iterable[str], configs: Path) -> list[str]:
+def loosened(arguments: Iterable[str], *configs: Path) -> list[str]:
     """Command-line settings as Hydra's `++key=value`, so that an unknown key reaches the schema's own check.
 
     Hydra stops at the first unknown key and proposes to add it; the schema names all of them, and what was meant.
     Choices of groups (the folders of `configs`) stay as they are.
     """
-    groups = {folder.name for folder in configs.iterdir() if folder.is_dir()}
+    groups = {folder.name for root in configs for folder in root.iterdir() if folder.is_dir()}
     setting = re.compile(r"(?!hydra\.)([A-Za-z_][\w.]*)=")
     return [
         "++" + _quoted(argument)

@@ -1,27 +1,11 @@
-"""Give a pretrained model another residual path: `python scripts/convert.py from=DIR model.residual=delta out=DIR`.
-
-docs/using_models.md says what can be converted.
-"""
-
-from __future__ import annotations
+"""`python scripts/convert.py …` is `lrattnres convert …`."""
 
 import sys
+from pathlib import Path
 
-from lrattnres.config.commands import ConvertConfig
-from lrattnres.entry import leave, settings
-from lrattnres.exchange.convert import convert
+sys.path[0] = str(Path(__file__).parents[1])  # the clone, and not the names in this folder
 
+from lrattnres.commands import main
 
-def run() -> bool:
-    """One conversion, printed when it is done."""
-    # `from` is no name for a field in Python.
-    words = [
-        word.replace("from=", "source=", 1) if word.startswith("from=") else word
-        for word in sys.argv[1:]
-    ]
-    print(f"{convert(settings(ConvertConfig, words))}: converted")
-    return True
-
-
-if __name__ == "__main__":
-    leave(run)
+if __name__ == "__main__":  # processes that a command spawns import this file, too
+    main("convert")

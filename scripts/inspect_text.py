@@ -1,23 +1,11 @@
-"""Where a text reads in depth: `python scripts/inspect_text.py run=runs/NAME text="…"`; see docs/generation.md."""
+"""`python scripts/inspect_text.py …` is `lrattnres inspect …`."""
 
-from __future__ import annotations
-
-import signal
 import sys
+from pathlib import Path
 
-from lrattnres.config.commands import InspectConfig
-from lrattnres.entry import leave, manual, settings
-from lrattnres.report.inspection import inspect_run
+sys.path[0] = str(Path(__file__).parents[1])  # the clone, and not the names in this folder
 
+from lrattnres.commands import main
 
-def main() -> None:
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        print(manual(InspectConfig, str(__doc__).splitlines()[0]))
-        sys.exit()
-    sys.stdin.reconfigure(encoding="utf-8", errors="strict", newline="")  # type: ignore[union-attr]
-    leave(lambda: bool(inspect_run(settings(InspectConfig, sys.argv[1:]), sys.stdin)))
-
-
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # processes that a command spawns import this file, too
+    main("inspect")

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from lrattnres.commands import COMMANDS
 from tests.paths import ROOT
 
 PACKAGE = ROOT / "lrattnres"
@@ -20,6 +21,8 @@ ORDER = [
     ("training", "generation"),
     ("report",),
     ("entry",),
+    ("commands",),
+    ("__main__",),
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -60,11 +63,23 @@ def test_imports_go_down_only(path) -> None:
             assert there == here or LEVEL[there] < LEVEL[here], f"{here} imports {name}"
 
 
-def test_only_the_entry_scripts_import_hydra_and_only_kernels_import_triton() -> None:
+def test_only_commands_import_hydra_and_only_kernels_import_triton() -> None:
     for path in [*FILES, *SCRIPTS]:
         roots = {name.split(".")[0] for name in imports(path)}
-        assert "hydra" not in roots or path in SCRIPTS, path
+        assert "hydra" not in roots or path.parent.name == "commands", path
         assert "triton" not in roots or "kernels" in path.parts, path
+
+
+def test_each_command_is_a_module_and_each_script_a_command() -> None:
+    modules = {path.stem for path in (PACKAGE / "commands").glob("*.py")}
+    assert set(COMMANDS) == modules - {"__init__", "composing", "running"}
+    called = {
+        path: re.findall(r'^    main\("(\w+)"\)$', path.read_text(), re.MULTILINE)
+        for path in [ROOT / "train.py", ROOT / "eval.py", *ROOT.glob("scripts/*.py")]
+    }
+    assert sorted(name for names in called.values() for name in names) == sorted(COMMANDS)
+    # Thin: nothing but the call, so that the wheel has all there is.
+    assert all(imports(path) <= {"sys", "pathlib", "lrattnres.commands"} for path in called)
 
 
 def test_variant_names_appear_only_in_their_table() -> None:

@@ -1,12 +1,11 @@
-"""What scripts/table1.py says before it starts: which runs there are, what is left of them, and for how long."""
+"""What `lrattnres table1` says before it starts: which runs there are, what is left of them, and for how long."""
 
-import importlib
 import re
 from pathlib import Path
 
 import pytest
 
-from tests.paths import ROOT
+from lrattnres.commands import main, table1
 
 READS = {
     "full": 324,
@@ -16,13 +15,7 @@ READS = {
 }  # sources over the 24 sites that route, added up by hand for 12 blocks
 
 
-@pytest.fixture
-def table1(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    return importlib.import_module("table1")
-
-
-def everything(table1, settings: list[str]) -> list:
+def everything(settings: list[str]) -> list:
     members = [table1.member(settings, row) for row in table1.TABLE1]
     return members + [
         table1.member(settings, row, f"seed={seed}")
@@ -43,9 +36,7 @@ def seconds(sentence: str) -> int:
     return ((int(days or 0) * 24 + int(hours)) * 60 + int(minutes)) * 60 + int(rest)
 
 
-def test_the_forecast_is_what_is_left_at_the_measured_rates(
-    table1, tmp_path: Path, monkeypatch
-) -> None:
+def test_the_forecast_is_what_is_left_at_the_measured_rates(tmp_path: Path, monkeypatch) -> None:
     settings = ["experiment=proxy", f"runs={tmp_path}"]
     timed: list[str] = []
 
@@ -54,7 +45,7 @@ def test_the_forecast_is_what_is_left_at_the_measured_rates(
         return {"01_baseline": 1e-4, "02_full_attn_res": 1.9e-4}[row]
 
     monkeypatch.setattr(table1, "seconds_a_token", measured)
-    members = everything(table1, settings)
+    members = everything(settings)
     names = [member.config.name for member in members]
     assert len(set(names)) == 26 and {
         "proxy-baseline",
@@ -86,7 +77,7 @@ def test_the_forecast_is_what_is_left_at_the_measured_rates(
     checkpoints = tmp_path / names[-1] / "checkpoints" / "step_000100"
     checkpoints.mkdir(parents=True)
     (checkpoints / "manifest.json").write_text("{}")
-    sentence = table1.forecast(everything(table1, settings), settings)
+    sentence = table1.forecast(everything(settings), settings)
     assert "26 runs, 25 of them finished, 1 begun" in sentence
     left = 100 * 8 * 256 + (131_072 + 2 * 65_536) / 3
     assert seconds(sentence) == pytest.approx(
@@ -94,14 +85,12 @@ def test_the_forecast_is_what_is_left_at_the_measured_rates(
     )
 
     (tmp_path / names[-1] / "summary.json").write_text('{"step": 200}')
-    assert table1.forecast(everything(table1, settings), settings).endswith(
-        "nothing is left to train"
-    )
+    assert table1.forecast(everything(settings), settings).endswith("nothing is left to train")
 
 
 @pytest.mark.parametrize("word", ["seed=3", "+table1=01_baseline", "name=x", "-m"])
-def test_what_the_grid_sets_itself_is_refused(table1, word: str, monkeypatch, capsys) -> None:
+def test_what_the_grid_sets_itself_is_refused(word: str, monkeypatch, capsys) -> None:
     monkeypatch.setattr("sys.argv", ["table1.py", "experiment=proxy", word])
     with pytest.raises(SystemExit) as ended:
-        table1.main()
+        main("table1")
     assert ended.value.code == 2 and word in capsys.readouterr().err

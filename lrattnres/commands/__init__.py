@@ -1,0 +1,60 @@
+"""The commands: `lrattnres NAME words`, and in a clone the file that is named after it.
+
+Each command is one module here, whose docstring begins with what it does.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from pathlib import Path
+
+COMMANDS = (
+    *("train", "eval", "generate", "inspect"),  # train, and use what was trained
+    *("export", "convert", "tokenize"),  # make folders that others read
+    *("cost", "estimate"),  # before anything is trained
+    *("table1", "report", "submission", "sweep_status"),  # many runs
+    "config_reference",
+)
+
+
+def main(name: str | None = None) -> None:
+    """Runs one command with the words of the command line, and exits as the command does.
+
+    Args:
+        name: the command, and all words are its own; None: the first word is its name.
+    """
+    if name is None:
+        words = sys.argv[1:]
+        if not words or words[0] in ("-h", "--help"):
+            print(listing())
+            return
+        if words[0] not in COMMANDS:
+            print(
+                f"refused: {words[0]}: no such command; write one of {', '.join(COMMANDS)}",
+                file=sys.stderr,
+            )
+            sys.exit(2)
+        name = words[0]
+        sys.argv = [f"lrattnres {name}", *words[1:]]
+    importlib.import_module(f"{__name__}.{name}").main()
+
+
+def listing() -> str:
+    """What `lrattnres --help` shows: every command with the first line of its docstring."""
+    lines = []
+    for name in COMMANDS:
+        # Read, not imported: torch alone takes seconds.
+        source = (Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8")
+        first = (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+        lines.append(f"  {name:<17} {first.removesuffix('.')}")
+    return "\n".join(
+        [
+            "usage: lrattnres COMMAND [key=value] …",
+            "",
+            *lines,
+            "",
+            "lrattnres COMMAND --help tells the settings of each.",
+        ]
+    )

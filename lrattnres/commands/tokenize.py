@@ -1,0 +1,40 @@
+"""Write a corpus as shards of tokens.
+
+    lrattnres tokenize data=… out=DIR workers=N
+
+docs/data.md tells more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from lrattnres.commands.composing import start
+from lrattnres.config import TokenizeConfig, parse
+from lrattnres.config.checks import resolve_tokenize
+from lrattnres.data.tokenizing import tokenize_corpus
+from lrattnres.entry import leave
+
+
+def run(tree: DictConfig) -> bool:
+    """One corpus, printed when it is done."""
+    values: Any = OmegaConf.to_container(tree, resolve=True)
+    config = resolve_tokenize(parse(TokenizeConfig, values))
+    report = tokenize_corpus(config)
+    rate = report.written / report.seconds if report.seconds else 0.0
+    print(
+        f"{config.out}: {report.shards:,} shards, {report.documents:,} documents, "
+        f"{report.tokens:,} tokens; {report.written:,} of them now, in {report.seconds:.1f} s, "
+        f"{rate:,.0f} tokens/s"
+    )
+    return True
+
+
+def task(tree: DictConfig) -> None:
+    leave(lambda: run(tree))
+
+
+def main() -> None:
+    start("tokenize", TokenizeConfig, task)
