@@ -7,12 +7,12 @@ import pytest
 from omegaconf import OmegaConf
 
 from lrattnres.config import ConfigError, EvalConfig, parse
-from lrattnres.config.checks import resolve, resolve_generate, resolve_inspect
+from lrattnres.config.checks import checked, resolve
 from lrattnres.config.commands import ConvertConfig, ExportConfig, GenerateConfig, InspectConfig
 from lrattnres.entry import settings
 from scripts.config_reference import reference
-from tests.paths import ROOT
 from tests.config.test_config import composed
+from tests.paths import ROOT
 
 README = (ROOT / "README.md").read_text()
 PAGES = README + "".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.md")))
@@ -22,7 +22,7 @@ SCHEMAS = {
     "export": ExportConfig,
     "convert": ConvertConfig,
 }
-RESOLVED = {"generate": resolve_generate, "inspect": resolve_inspect}
+RESOLVED = {"generate": checked, "inspect": checked}
 COMMANDS = [
     line.split(" #")[0].strip() for line in README.splitlines() if line.startswith("python ")
 ]

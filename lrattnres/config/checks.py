@@ -1,4 +1,4 @@
-"""What makes a well-typed configuration impossible: every cross-field fault, found before any data is touched."""
+"""What makes a well-typed configuration impossible: every cross-field error, found before any data is touched."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -32,11 +32,9 @@ from lrattnres.config import (
     TokenizerConfig,
     TokenizerName,
     TrainConfig,
-    flatten,
-    plain,
 )
-from lrattnres.config.bounds import BOUNDS, GENERATE_BOUNDS, INSPECT_BOUNDS, limits
 from lrattnres.config.commands import GenerateConfig, InspectConfig
+from lrattnres.config.schema import out_of_bounds, too_large
 from lrattnres.data.tokenizers import VOCABULARY
 from lrattnres.distributed.ranks import placement
 from lrattnres.kernels.backends import choose_kernels
@@ -46,6 +44,7 @@ from lrattnres.residual.ablations import changed
 from lrattnres.residual.matching import MATCHES, matched
 from lrattnres.residual.router import VARIANTS
 
+T = TypeVar("T")
 DTYPES = {Precision.float32: torch.float32, Precision.bfloat16: torch.bfloat16}
 
 
@@ -56,15 +55,27 @@ def resolve_device(device: Device) -> torch.device:
     return torch.device(device.value)
 
 
+def checked(config: T) -> T:
+    """The settings of any command as they are, if they can be.
+
+    Raises:
+        ConfigError: with every value out of its bounds and every contradiction between settings.
+    """
+    errors = list(out_of_bounds(config))
+    if not too_large(config):
+        errors += [error for check in CHECKS.get(type(config), ()) for error in check(config)]
+    if errors:
+        raise ConfigError(errors)
+    return config
+
+
 def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
     """The configuration that is run and recorded, and a line for each choice that was set without a use.
 
     Where a variant has no use for a rank, for blocks or for a routing, they become null, and where it has none for an
-    ablation, that becomes the default, so that sweeps over variants work. Raises ConfigError with every fault.
+    ablation, that becomes the default, so that sweeps over variants work. Raises ConfigError with every error.
     """
-    faults = [fault for check in CHECKS for fault in check(config)]
-    if faults:
-        raise ConfigError(faults)
+    checked(config)
     keys = VARIANTS[config.model.residual].keys
     unused = {
         "rank": (keys is None or not keys.ranked, None),
@@ -107,21 +118,21 @@ def _matched(
     """With one number changed, after which everything is checked once more. `given` has what the other run may need."""
     assert config.match_to is not None
     other = dataclasses.replace(given, residual=config.match_to, routing=None)
-    faults = [
-        fault
+    errors = [
+        error
         for check in (_depth, _ablations)
-        for fault in check(dataclasses.replace(config, model=other))
+        for error in check(dataclasses.replace(config, model=other))
     ]
-    if faults:
-        raise ConfigError([f"match_to={config.match_to}: {fault}" for fault in faults])
+    if errors:
+        raise ConfigError([f"match_to={config.match_to}: {error}" for error in errors])
     try:
         found, note = matched(config, dataclasses.replace(given, depth=_used_ablations(other)[0]))
-    except ValueError as fault:
-        raise ConfigError([str(fault)]) from fault
-    faults = [fault for check in CHECKS for fault in check(found)]
-    if faults:
-        raise ConfigError([f"{note}, and then:", *faults])
-    return found, [*notes, note]
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
+    try:
+        return checked(found), [*notes, note]
+    except ConfigError as error:
+        raise ConfigError([f"{note}, and then:", *error.errors]) from None
 
 
 def _used_ablations(model: ModelConfig) -> tuple[DepthConfig, list[str]]:
@@ -143,10 +154,6 @@ def _used_ablations(model: ModelConfig) -> tuple[DepthConfig, list[str]]:
     return dataclasses.replace(
         model.depth, **{name: getattr(published, name) for name in ignored}
     ), notes
-
-
-def _bounds(config: TrainConfig) -> Iterator[str]:
-    yield from limits(flatten(plain(config)), BOUNDS)
 
 
 def _depth(config: TrainConfig) -> Iterator[str]:
@@ -265,17 +272,15 @@ def _schedule(config: TrainConfig) -> Iterator[str]:
 
 def _data(config: TrainConfig) -> Iterator[str]:
     data = config.data
-    if not 0 < data.holdout < 1:
-        yield f"data.holdout={data.holdout}: must lie between 0 and 1, both excluded, such as 0.05"
-    yield from data_faults(data)
-    yield from tokenizer_faults(config.tokenizer)
+    yield from _corpus(data)
+    yield from _tokenizer(config.tokenizer)
     if data.max_tokens is not None and data.corpus is not CorpusName.tokens:
         yield f"data.max_tokens={data.max_tokens}: only shards know their tokens; write data.max_files=…, or data=tokens"
     if config.resume not in ("auto", "none") and not config.resume.isdigit():
         yield f"resume={config.resume}: must be auto, none or the step of a checkpoint"
 
 
-def data_faults(data: DataConfig) -> Iterator[str]:
+def _corpus(data: DataConfig) -> Iterator[str]:
     """What the chosen corpus has no use for, or lacks."""
     name, missing = data.corpus, "write data.root=FILE, FOLDER or a quoted glob"
     if name is CorpusName.files and data.root is None:
@@ -300,7 +305,7 @@ def data_faults(data: DataConfig) -> Iterator[str]:
         yield "data.deduplicate=true: needs the hashes of all texts; run scripts/tokenize_corpus.py, then write data=tokens"
 
 
-def tokenizer_faults(tokenizer: TokenizerConfig) -> Iterator[str]:
+def _tokenizer(tokenizer: TokenizerConfig) -> Iterator[str]:
     """What the chosen tokenizer has no use for, or lacks."""
     needed = tokenizer.name is TokenizerName.pretrained
     for key in ("path", "separator"):
@@ -311,65 +316,39 @@ def tokenizer_faults(tokenizer: TokenizerConfig) -> Iterator[str]:
             yield f"tokenizer.{key}={value}: tokenizer={tokenizer.name.name} has no use for it; write null"
 
 
-def resolve_tokenize(config: TokenizeConfig) -> TokenizeConfig:
-    """The same configuration. Raises ConfigError with every fault."""
-    faults = list(
-        limits(flatten(plain(config)), BOUNDS | {"workers": (1, 4096), "shard_mb": (1, None)})
-    )
+def _tokenize(config: TokenizeConfig) -> Iterator[str]:
     if config.data.corpus is CorpusName.tokens:
-        faults.append(
-            "data.corpus=tokens: is tokenized already; write data=ultra_fineweb, data=files or data=docstrings"
+        yield (
+            "data.corpus=tokens: is tokenized already; write data=ultra_fineweb, data=files or "
+            "data=docstrings"
         )
     if config.data.skip_unreadable:
-        faults.append(
-            "data.skip_unreadable=true: shards without a gap or none; restore the file, or take it out of data.root"
+        yield (
+            "data.skip_unreadable=true: shards without a gap or none; restore the file, or take it "
+            "out of data.root"
         )
-    faults += [*data_faults(config.data), *tokenizer_faults(config.tokenizer)]
-    if faults:
-        raise ConfigError(faults)
-    return config
+    yield from _corpus(config.data)
+    yield from _tokenizer(config.tokenizer)
 
 
-def resolve_generate(config: GenerateConfig) -> GenerateConfig:
-    """Raises ConfigError with every fault of the settings of scripts/generate.py that needs no run to be seen."""
-    faults = list(limits(flatten(plain(config)), GENERATE_BOUNDS))
-    faults += (
-        ["stop=: an empty text would end every continuation at once; leave it out"]
-        if "" in config.stop
-        else []
-    )
+def _generate(config: GenerateConfig) -> Iterator[str]:
+    if "" in config.stop:
+        yield "stop=: an empty text would end every continuation at once; leave it out"
     if config.temperature == 0:
-        unused = {
-            name: getattr(config, name)
-            for name in ("top_k", "top_p", "min_p")
-            if getattr(config, name) is not None
-        }
-        unused |= {
-            name: value
-            for name, value, usual in (("samples", config.samples, 1), ("seed", config.seed, 0))
-            if value != usual
-        }
-        faults += [
-            f"{key}={value}: has no use with temperature=0, which draws nothing; leave it out"
-            for key, value in unused.items()
-        ]
+        usual = {"top_k": None, "top_p": None, "min_p": None, "samples": 1, "seed": 0}
+        for key, value in usual.items():
+            if (given := getattr(config, key)) != value:
+                yield (
+                    f"{key}={given}: has no use with temperature=0, which draws nothing; "
+                    "leave it out"
+                )
     if config.json and config.echo:
-        faults.append("echo=true: has no use with json=true, which holds the prompt; leave it out")
-    if faults:
-        raise ConfigError(faults)
-    return config
+        yield "echo=true: has no use with json=true, which holds the prompt; leave it out"
 
 
-def resolve_inspect(config: InspectConfig) -> InspectConfig:
-    """The same for scripts/inspect_text.py."""
-    faults = list(limits(flatten(plain(config)), INSPECT_BOUNDS))
+def _inspect(config: InspectConfig) -> Iterator[str]:
     if (config.text is None) == (config.file is None):
-        faults.append(
-            'text, file: write one of them, text="…" (text=- for standard input) or file=PATH'
-        )
-    if faults:
-        raise ConfigError(faults)
-    return config
+        yield ('text, file: write one of them, text="…" (text=- for standard input) or file=PATH')
 
 
 def _machine(config: TrainConfig) -> Iterator[str]:
@@ -382,16 +361,16 @@ def _machine(config: TrainConfig) -> Iterator[str]:
     device = resolve_device(config.device)
     try:
         choose_attention(config.attention.name, device, DTYPES[config.precision], training=True)
-    except ValueError as fault:
-        yield str(fault)
+    except ValueError as error:
+        yield str(error)
     try:
         compiled = config.compile is not Compile.off
         beyond = beyond_kernels(config.model)
         choose_kernels(
             config.kernels.name, device, DTYPES[config.precision], compiled=compiled, beyond=beyond
         )
-    except ValueError as fault:
-        yield str(fault)
+    except ValueError as error:
+        yield str(error)
     compiler = os.environ.get("CXX", "g++")
     if (
         config.compile is not Compile.off
@@ -452,7 +431,12 @@ def _shard_degree(mode: ParallelMode, degree: int | None, world: int) -> Iterato
         yield f"parallel.shard_degree={given}: must cut the {world} processes into several groups of several; {hint}"
 
 
-CHECKS: tuple[Callable[[TrainConfig], Iterator[str]], ...] = (
-    *(_bounds, _depth, _ablations, _match, _shapes),
-    *(_schedule, _data, _machine, _parallel),
-)
+CHECKS: dict[type, tuple[Callable[[Any], Iterator[str]], ...]] = {
+    TrainConfig: (
+        *(_depth, _ablations, _match, _shapes),
+        *(_schedule, _data, _machine, _parallel),
+    ),
+    TokenizeConfig: (_tokenize,),
+    GenerateConfig: (_generate,),
+    InspectConfig: (_inspect,),
+}

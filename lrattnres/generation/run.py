@@ -10,7 +10,7 @@ from itertools import product
 from typing import NamedTuple, TextIO
 
 from lrattnres.config import ConfigError, EvalConfig
-from lrattnres.config.checks import resolve_generate
+from lrattnres.config.checks import checked
 from lrattnres.config.commands import GenerateConfig
 from lrattnres.evaluation.load import TrainedRun, load_run
 from lrattnres.generation.text import TextStream
@@ -53,7 +53,7 @@ def generate_run(config: GenerateConfig, source: TextIO, target: TextIO) -> None
     `source` is read for `prompt=-`. What was chosen is said on standard error.
     Raises ConfigError for settings that cannot be and prompts that do not fit, RunError and CheckpointError as for `load_run`.
     """
-    prompts = _prompts(resolve_generate(config), source)
+    prompts = _prompts(checked(config), source)
     evaluation = EvalConfig(
         config.run,
         step=config.step,
