@@ -1,6 +1,5 @@
 """The commands of the README, as processes of their own: killed, signalled, continued, swept, refused."""
 
-import csv
 import json
 import os
 import signal
@@ -346,17 +345,3 @@ def test_the_run_folder_can_be_read_without_the_package(tiny_run, tmp_path: Path
         lines[-1]["tokens_per_second"] * flops / entry["peak_flops"], rel=1e-12
     )
     assert entry["attention"] == "sdpa" and entry["compile"] == "off" and entry["versions"]["torch"]
-
-
-@pytest.mark.slow  # test_cost.py has the same figures
-def test_the_costs_of_the_grid_are_printed() -> None:
-    table = [line.split() for line in run("scripts/cost.py", "grid=table1").splitlines()[1:]]
-    paper = list(csv.DictReader((ROOT / "tests" / "depth" / "table1.csv").open()))
-    assert [line[0] for line in table] == [row["row"] for row in paper]
-    assert all(
-        f"{row['added_flops_percent']}%" in line for row, line in zip(paper, table, strict=True)
-    )
-    small = run("scripts/cost.py", "experiment=proxy", "+table1=10_block8_p_lr_r32")
-    assert "rank 4" in small and "1.7013% of the core" in small
-    assert "model.residual=x" in run("scripts/cost.py", "model.residual=x", code=2)
-    assert "write grid=table1" in run("scripts/cost.py", "grid=table2", code=2)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import signal
 import sys
 from pathlib import Path
 
@@ -17,6 +18,7 @@ COMMANDS = (
     *("table1", "report", "submission", "sweep_status"),  # many runs
     "config_reference",
 )
+HELP = {"-h", "--help"}
 
 
 def main(name: str | None = None) -> None:
@@ -25,9 +27,12 @@ def main(name: str | None = None) -> None:
     Args:
         name: the command, and all words are its own; None: the first word is its name.
     """
+    words = sys.argv[1:]
+    if not words or HELP & set(words):
+        # A reader that leaves, as `head` does, ends us without a word.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     if name is None:
-        words = sys.argv[1:]
-        if not words or words[0] in ("-h", "--help"):
+        if not words or words[0] in HELP:
             print(listing())
             return
         if words[0] not in COMMANDS:

@@ -7,7 +7,6 @@ docs/generation.md tells more.
 
 from __future__ import annotations
 
-import signal
 import sys
 from typing import TextIO
 
@@ -28,6 +27,4 @@ def utf8(stream: TextIO) -> TextIO:
 
 
 def main() -> None:
-    # A reader that leaves ends us, as it ends any filter, without a word.
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     command(__doc__, GenerateConfig, run)

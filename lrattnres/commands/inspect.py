@@ -7,7 +7,6 @@ docs/generation.md tells more.
 
 from __future__ import annotations
 
-import signal
 import sys
 
 from lrattnres.commands.generate import utf8
@@ -22,5 +21,4 @@ def run(config: InspectConfig) -> None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     command(__doc__, InspectConfig, run)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lrattnres.commands import HELP
 from lrattnres.config import fields_of
 from lrattnres.entry import leave, manual, settings
 
@@ -33,13 +34,15 @@ def command(
         positional: key of every word that is no `key=value` of the schema.
         training: words that the schema does not know are settings of training.
     """
+    # A reader that leaves, as `head` does, ends us without a word.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     words = sys.argv[1:] if words is None else words
-    if {"-h", "--help"} & set(words):
+    if HELP & set(words):
         print(manual(schema, (doc or "").strip()) + (f"\n\n{TRAINING}" if training else ""))
         return
-    keys = fields_of(schema)
-    own = [word for word in words if word.partition("=")[0] in keys]
-    others = [word for word in words if word.partition("=")[0] not in keys]
+    starts = tuple(f"{key}=" for key in fields_of(schema))
+    own = [word for word in words if word.startswith(starts)]
+    others = [word for word in words if not word.startswith(starts)]
     if positional:
         own, others = [*own, *(f"{positional}={word}" for word in others)], []
 

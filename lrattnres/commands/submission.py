@@ -15,7 +15,7 @@ from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus, filter_overrides
 
-from lrattnres.commands import train
+from lrattnres.commands import HELP, train
 from lrattnres.commands.composing import TRAIN
 from lrattnres.entry import refuse_early
 
@@ -45,7 +45,7 @@ def print_jobs(
 
 def main() -> None:
     words = [word for word in sys.argv[1:] if word not in IMPLIED]
-    if {"-h", "--help"} & set(words):
+    if HELP & set(words):
         print(str(__doc__).strip())
         return
     refuse_early(IMPLIED)  # without the launcher

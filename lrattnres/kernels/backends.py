@@ -103,6 +103,8 @@ def choose_kernels(
     cannot run on this machine or take these settings, and what to write instead.
     """
     if name != "auto":
+        if name not in KERNELS:
+            raise ValueError(f"kernels={name}: write one of auto, {', '.join(KERNELS)}")
         obstacle = KERNELS[name].obstacle(device, dtype) or _beyond(KERNELS[name], beyond)
         if obstacle:
             raise ValueError(
@@ -134,28 +136,80 @@ def depth_attention(
     normalize: bool = False,
     kernels: str = "auto",
 ) -> Tensor:
-    """Attention over depth: h = Σ_i α_i v_i with α = softmax over sources of query · RMSNorm(key_i), token by token.
+    """Attention over depth, token by token: h = Σ_i α_i v_i, α = softmax of query · RMSNorm(key_i).
 
-    query: [r], float32 advised. values: K tensors [..., d], float32 or bfloat16, any K; they are not stacked, and they are all
-    that is kept for the backward pass, besides a few scalars a token. keys: K tensors [..., r]; None: the last r coordinates
-    of each value. normalize: return RMSNorm(h) (ε = 2⁻²³, no gain), which is what a pre-norm sub-layer wants; it costs
-    nothing, and saves keeping h. kernels: auto, triton, compiled or reference. Arithmetic is float32; returns [..., d]
-    in the type of the values. Gradients reach query, values and keys, and are the same from run to run.
+    The softmax is over the sources i. Nothing is stacked: besides the sources and a few scalars a
+    token nothing is kept for the backward pass. Arithmetic is float32 (float64 for float64), under
+    autocast too. Gradients reach query, values and keys, and are the same from run to run.
 
-    Raises ValueError for shapes that do not fit together, and for kernels that cannot run here.
+    Args:
+        query: [r], float32 or bfloat16; float32 is advised.
+        values: K tensors [..., d], K at least 1, float32 or bfloat16. float64 is taken with
+            `kernels="reference"`, to check the others against.
+        keys: K tensors [..., r] of the type of the values; None: the last r coordinates of each
+            value.
+        normalize: return RMSNorm(h), with ε = 2⁻²³ and no gain, which costs nothing here.
+        kernels: auto, triton, compiled or reference.
+
+    Returns:
+        [..., d] in the type of the values.
+
+    Raises:
+        ValueError: arguments of other types or shapes, tensors that do not go together, or kernels
+            that cannot run here; it says what to write instead.
     """
-    if query.dim() != 1 or not values or (keys is not None and len(keys) != len(values)):
-        counts = f"query of shape {tuple(query.shape)}, {len(values)} values, {'no' if keys is None else len(keys)} keys"
-        raise ValueError(
-            f"{counts}: write one query [r], at least one value [..., d], and a key [..., r] for each or none"
-        )
+    _check_arguments(query, values, keys, normalize, kernels)
     reference.check_shapes(query.shape[0], values, keys or ())
-    backend = choose_kernels(
-        kernels, values[0].device, values[0].dtype, compiled=torch.compiler.is_compiling()
+    device, dtype = values[0].device, values[0].dtype
+    backend = choose_kernels(kernels, device, dtype, compiled=torch.compiler.is_compiling())
+    # On the meta device there is nothing to compute, and no autocast either.
+    with torch.autocast("cpu" if device.type == "meta" else device.type, enabled=False):
+        return backend.read(
+            query.unsqueeze(0), tuple(values), tuple(keys or ()), normalize=normalize, passes=False
+        ).out
+
+
+def _check_arguments(query: Any, values: Any, keys: Any, normalize: Any, kernels: Any) -> None:
+    """Raises ValueError for what `check_shapes` and `choose_kernels` take for granted."""
+    if not isinstance(normalize, bool):
+        raise ValueError(f"normalize={normalize!r}: write True or False")
+    if not isinstance(kernels, str):
+        raise ValueError(f"kernels={kernels!r}: write one of auto, {', '.join(KERNELS)}")
+    for name, tensors in (("values", values), ("keys", () if keys is None else keys)):
+        if isinstance(tensors, Tensor):
+            raise ValueError(
+                f"{name}: one tensor of shape {tuple(tensors.shape)}; write a list of tensors, "
+                f"one a source, such as {name}.unbind(0)"
+            )
+        if not isinstance(tensors, (list, tuple)):
+            raise ValueError(f"{name}: {type(tensors).__name__}; write a list of tensors")
+    sources = [*(("values", x) for x in values), *(("keys", x) for x in keys or ())]
+    for name, x in (("query", query), *sources):
+        if not isinstance(x, Tensor) or x.layout != torch.strided:
+            kind = x.layout if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name}: {kind}; write a dense torch tensor")
+    fits = (
+        query.dim() == 1 and len(query) and values and all(x.dim() and x.shape[-1] for x in values)
     )
-    return backend.read(
-        query.unsqueeze(0), tuple(values), tuple(keys or ()), normalize=normalize, passes=False
-    ).out
+    if not fits or (keys is not None and len(keys) != len(values)):
+        first = f" of shape {tuple(values[0].shape)}" if values else ""
+        counts = f"{len(values)} values{first}, {'no' if keys is None else len(keys)} keys"
+        raise ValueError(
+            f"query of shape {tuple(query.shape)}, {counts}: write one query [r], at least one "
+            "value [..., d], and a key [..., r] for each or none; r and d are at least 1"
+        )
+    dtype, device = values[0].dtype, values[0].device
+    taken = [torch.float32, torch.bfloat16, *[torch.float64] * (kernels == "reference")]
+    if dtype not in taken:
+        also = "; float64 needs kernels='reference'" if dtype == torch.float64 else ""
+        raise ValueError(f"values: {dtype}; write torch.float32 or torch.bfloat16{also}")
+    if query.dtype not in (torch.float32, torch.bfloat16, dtype):
+        raise ValueError(f"query: {query.dtype}; write query.float()")
+    for name, x in (("query", query), *sources):
+        if x.device != device:
+            raise ValueError(f"{name}: on {x.device}, and values on {device}; write one device")
+        if name != "query" and x.dtype != dtype:
+            raise ValueError(f"{name}: {x.dtype} among values of {dtype}; write .to({dtype})")
 
 
 __all__ = ["KERNELS", "DepthKernels", "Part", "Reading", "choose_kernels", "depth_attention"]

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import runpy
 import shutil
 import statistics
 import sys
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from lrattnres.commands import main
 from lrattnres.config import TrainConfig, parse, plain
 from lrattnres.evaluation.diagnostics import diagnose
 from lrattnres.evaluation.run import Evaluation
@@ -415,7 +415,7 @@ def test_the_command(
     def command(*words: str) -> int:
         monkeypatch.setattr(sys, "argv", ["report.py", *words])
         try:
-            runpy.run_path(str(ROOT / "scripts/report.py"), run_name="__main__")
+            main("report")
         except SystemExit as end:
             return int(end.code or 0)
         return 0
