@@ -16,8 +16,10 @@ from typing import Any, TypeVar
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import distributed
+from yaml import YAMLError
 
 from lrattnres.config import ConfigError, TrainConfig, defaults, fields_of, flatten, parse, plain
+from lrattnres.config.checks import checked
 from lrattnres.config.schema import alternatives
 from lrattnres.data.errors import DataError, UnreadableError
 from lrattnres.distributed.ranks import Elsewhere, causes, network_failed, placement
@@ -35,6 +37,7 @@ FINISHED, FAULT, REFUSED, BROKEN_OFF, UNREADABLE = 0, 1, 2, 3, 74  # 74: EX_IOER
 
 
 PAPER_WIDTH = 1024
+LONGEST = 150  # bytes of a folder's name; file systems take 255, and other names are made of it
 
 
 class MemberFailed(Exception):
@@ -60,12 +63,16 @@ OmegaConf.register_new_resolver("of_width", of_width, replace=True)
 
 
 def plain_settings(tree: DictConfig) -> dict[str, Any]:
-    """The composed tree as plain values. Raises ConfigError for a value that is made of others and cannot be."""
+    """The composed tree as plain values.
+
+    Raises:
+        ConfigError: a value is made of others, and cannot be.
+    """
     try:
         return OmegaConf.to_container(tree, resolve=True)  # type: ignore[return-value]
-    except OmegaConfBaseException as fault:
-        own = next((cause for cause in causes(fault) if isinstance(cause, ConfigError)), None)
-        raise own or ConfigError([str(fault).partition("\n")[0]]) from None
+    except OmegaConfBaseException as error:
+        own = next((cause for cause in causes(error) if isinstance(cause, ConfigError)), None)
+        raise own or ConfigError([str(error).partition("\n")[0]]) from None
 
 
 def loosened(arguments: Iterable[str], *configs: Path) -> list[str]:
@@ -91,45 +98,60 @@ def _quoted(argument: str) -> str:
 
 
 def settings(schema: type[T], arguments: Iterable[str]) -> T:
-    """`key=value` words as an instance of `schema`, for commands that take any text: nothing in a text is special.
+    """`key=value` words as checked settings, for commands that take any text as it stands.
 
-    Texts are taken as they stand, other values as YAML; a key whose value is a list is written once for every member.
-    Raises ConfigError with every fault.
+    Args:
+        schema: dataclass of the settings.
+        arguments: texts are taken as they stand, other values as YAML. A key whose value is a list
+            is written once for every member.
+
+    Raises:
+        ConfigError: with every error of type at once, then with every error of values.
     """
-    leaves, tree, texts, faults = fields_of(schema), dict[str, Any](), dict[str, Any](), list[str]()
+    leaves, tree, texts, errors = fields_of(schema), dict[str, Any](), dict[str, Any](), list[str]()
     for argument in arguments:
         key, equals, value = argument.partition("=")
         kind = leaves[key][0] if key in leaves else None
         if not equals:
-            faults.append(
-                f"{argument}: must be key=value; put quotes around a text with spaces: key='two words'"
+            errors.append(
+                f"{argument}: must be key=value; put quotes around a text with spaces: "
+                "key='two words'"
             )
         elif kind == list[str]:
             texts.setdefault(key, []).append(value)
         elif key in tree or key in texts:
-            faults.append(f"{argument}: {key} is there already; write it once")
+            errors.append(f"{argument}: {key} is there already; write it once")
         elif str in alternatives(kind):
             texts[key] = None if value == "null" and kind is not str else value
         else:
-            value = re.sub(
-                r"^([+-]?)0+(?=\d)", r"\1", value
-            )  # which YAML would take as octal: step_000200 has step=000200
-            tree[key] = OmegaConf.to_container(
-                OmegaConf.from_dotlist([f"value={value}"]), resolve=False
-            )["value"]  # type: ignore[call-overload, index]
+            try:
+                tree[key] = _from_yaml(value)
+            except (OmegaConfBaseException, YAMLError, ValueError) as error:
+                errors.append(f"{argument}: cannot be read: {one_line(error)}")
+    empty = {key: [] if isinstance(text, list) else "" for key, text in texts.items()}
     try:
-        config = parse(
-            schema,
-            tree | {key: [] if isinstance(text, list) else "" for key, text in texts.items()},
-        )
-    except ConfigError as fault:
-        raise ConfigError(faults + fault.faults) from None
-    if faults:
-        raise ConfigError(faults)
+        config = parse(schema, tree | empty)
+    except ConfigError as error:
+        raise ConfigError(errors + error.errors) from None
+    if errors:
+        raise ConfigError(errors)
     for key, text in texts.items():
         *path, last = key.split(".")
         setattr(reduce(getattr, path, config), last, text)
-    return config
+    return checked(config)
+
+
+def _from_yaml(value: str) -> Any:
+    # YAML would take 000200 of step_000200 as octal.
+    decimal = re.sub(r"^([+-]?)0+(?=\d)", r"\1", value)
+    return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={decimal}"]), resolve=False)[  # type: ignore[call-overload, index]
+        "value"
+    ]
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an error, its lines joined."""
+    return " ".join(str(error).split())
 
 
 def manual(schema: type, usage: str) -> str:
@@ -153,7 +175,11 @@ def manual(schema: type, usage: str) -> str:
 
 
 def started_from(values: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """The settings of a run; with `initial=DIR`, the model is that folder's. Raises ConfigError for one that cannot be."""
+    """The settings of a run; with `initial=DIR` the model is that folder's.
+
+    Raises:
+        ConfigError: the folder, or a setting beside it, cannot be.
+    """
     initial = values.get("initial")
     if initial is None:
         return values
@@ -163,15 +189,15 @@ def started_from(values: dict[str, Any], overrides: Iterable[str]) -> dict[str, 
                 "initial: not set; write initial=DIR, a folder made by scripts/export.py or scripts/convert.py"
             ]
         )
-    exported, faults = read_exported(Path(initial)), []
+    exported, errors = read_exported(Path(initial)), []
     for word in overrides:
         if re.match(r"[+~]*(model(\.[\w.]+)?|table1)(=|$)", word):
-            faults.append(
+            errors.append(
                 f"{word.lstrip('+')}: initial={initial} decides the model; scripts/convert.py makes another of it"
             )
     name = values["tokenizer"]["name"]
     if exported.tokenizer is None and exported.separator is None:
-        faults.append(
+        errors.append(
             f"initial={initial}: no token opens a text; set bos_token_id in config.json of the source, and convert again"
         )
     elif exported.tokenizer is None:  # it has one of its own
@@ -180,17 +206,17 @@ def started_from(values: dict[str, Any], overrides: Iterable[str]) -> dict[str, 
             "path": str(initial),
             "separator": exported.separator,
         }
-        faults += [
+        errors += [
             f"{word.lstrip('+')}: initial={initial} has a tokenizer of its own; leave it out"
             for word in overrides
             if re.match(r"[+~]*tokenizer(\.[\w.]+)?(=|$)", word)
         ]
     elif exported.tokenizer != name:
-        faults.append(
+        errors.append(
             f"tokenizer={name}: initial={initial} was trained with {exported.tokenizer}; write tokenizer={exported.tokenizer}"
         )
-    if faults:
-        raise ConfigError(faults)
+    if errors:
+        raise ConfigError(errors)
     return values | {"model": plain(exported.model)}
 
 
@@ -284,18 +310,18 @@ def refuse_early(arguments: Iterable[str]) -> None:
     arguments = list(arguments)
     if "cluster=slurm" not in arguments:
         return
-    faults = []
+    errors = []
     if importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher") is None:
-        faults.append(
+        errors.append(
             "cluster=slurm: needs the package hydra-submitit-launcher; `pip install lrattnres[slurm]`"
         )
     if not {"-m", "--multirun"} & set(arguments):
-        faults.append(
+        errors.append(
             "cluster=slurm: submits the runs of a sweep; write `python train.py -m …`, even for a sweep of one"
         )
-    if faults:
+    if errors:
         print(
-            "the configuration is not possible:\n" + "\n".join(f"  - {fault}" for fault in faults),
+            "the configuration is not possible:\n" + "\n".join(f"  - {error}" for error in errors),
             file=sys.stderr,
         )
         sys.exit(REFUSED)
@@ -340,10 +366,11 @@ def run_name(experiment: str, config: TrainConfig, overrides: Iterable[str]) -> 
 
 
 def folder_name(text: str) -> str:
-    """`text` as the name of a folder, not too long, and another for another text."""
+    """`text` as the name of a folder: no longer than 150 bytes, and another for another text."""
     name = re.sub(r"[^\w.=+-]", "_", text)
-    return (
-        name
-        if len(name) <= 150
-        else f"{name[:130]}-{blake2b(name.encode(), digest_size=8).hexdigest()}"
-    )
+    content = name.encode()
+    if len(content) <= LONGEST:
+        return name
+    mark = blake2b(content, digest_size=8).hexdigest()
+    # A character that the cut goes through is left out whole.
+    return f"{content[: LONGEST - 20].decode(errors='ignore')}-{mark}"

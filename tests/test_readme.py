@@ -13,7 +13,7 @@ from lrattnres.commands import COMMANDS
 from lrattnres.commands.composing import composed
 from lrattnres.commands.config_reference import BESIDE_TRAINING, OWN, reference
 from lrattnres.config import ConfigError, EvalConfig, fields_of, parse
-from lrattnres.config.checks import resolve_generate, resolve_inspect
+from lrattnres.config.checks import checked
 from lrattnres.entry import settings
 from tests.paths import ROOT
 
@@ -23,7 +23,7 @@ SCRIPTS = {
     script.stem: re.search(r'main\("(\w+)"\)', script.read_text())[1]
     for script in [ROOT / "train.py", ROOT / "eval.py", *ROOT.glob("scripts/*.py")]
 }
-RESOLVED = {"generate": resolve_generate, "inspect": resolve_inspect}
+RESOLVED = {"generate": checked, "inspect": checked}
 SHOWN = re.compile(
     r"(?:^|`|\| )(?:python (?:scripts/)?(\w+)\.py|lrattnres ([a-z]\w*))((?: [^`\n]+)?)(?=[`\n])",
     re.MULTILINE,

@@ -27,6 +27,7 @@ from lrattnres.config import (
     option,
 )
 from lrattnres.config.commands import ConvertConfig, ExportConfig, GenerateConfig, InspectConfig
+from lrattnres.config.schema import span
 
 
 @dataclass
@@ -75,9 +76,9 @@ def table(schema: type) -> str:
     rows = ["| key | values | default | meaning |", "| --- | --- | --- | --- |"]
     for key, (kind, metadata) in fields_of(schema).items():
         mark = " *" if metadata["may_change"] else ""
-        rows.append(
-            f"| `{key}`{mark} | {expected(kind)} | {shown(values[key])} | {metadata['help']} |"
-        )
+        bounds = span(metadata["limits"])
+        allowed = ", ".join([expected(kind), *([bounds] if bounds else [])])
+        rows.append(f"| `{key}`{mark} | {allowed} | {shown(values[key])} | {metadata['help']} |")
     return "\n".join(rows)
 
 

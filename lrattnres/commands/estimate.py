@@ -18,8 +18,8 @@ from typing import NamedTuple
 from lrattnres.commands.composing import composed
 from lrattnres.commands.running import command, table
 from lrattnres.config import AC, ConfigError, Device, TrainConfig, option
-from lrattnres.config.bounds import limits
 from lrattnres.config.checks import DTYPES
+from lrattnres.config.schema import out_of_bounds
 from lrattnres.residual.cost import cost
 from lrattnres.training.machine import DATA_SHEETS
 from lrattnres.training.memory import GB, Memory, estimate_memory
@@ -57,7 +57,7 @@ GPUS = {
 @dataclass
 class EstimateConfig:
     gpu: str = option(f"one of {', '.join(GPUS)}", "H100")
-    gpus: int = option("how many of them, each with one rank", 1)
+    gpus: int = option("how many of them, each with one rank", 1, at_least=1, at_most=2**20)
 
 
 def seconds(config: TrainConfig, gpu: Gpu, gpus: int) -> float:
@@ -99,7 +99,7 @@ def description(config: TrainConfig, name: str, gpus: int) -> str:
 
 def run(config: EstimateConfig, words: list[str]) -> None:
     """One table, printed."""
-    errors = list(limits(dataclasses.asdict(config), {"gpus": (1, 2**20)}))
+    errors = list(out_of_bounds(config))
     if config.gpu not in GPUS:
         errors.append(f"gpu={config.gpu}: must be one of {', '.join(GPUS)}")
     if errors:

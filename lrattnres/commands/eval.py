@@ -7,13 +7,12 @@ README.md and docs/using_models.md tell more.
 
 from __future__ import annotations
 
-from typing import Any
-
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from lrattnres.commands.composing import start
 from lrattnres.config import EvalConfig, parse
-from lrattnres.entry import leave
+from lrattnres.config.checks import checked
+from lrattnres.entry import leave, plain_settings
 from lrattnres.evaluation.downstream import evaluate_tasks
 from lrattnres.evaluation.run import evaluate_run
 from lrattnres.report.run import draw_diagnostics
@@ -21,8 +20,7 @@ from lrattnres.report.run import draw_diagnostics
 
 def run(tree: DictConfig) -> bool:
     """One evaluation, printed and written into the run folder."""
-    values: Any = OmegaConf.to_container(tree, resolve=True)
-    config = parse(EvalConfig, values)
+    config = checked(parse(EvalConfig, plain_settings(tree)))
     if config.downstream is not None:
         print(f"downstream tasks: {evaluate_tasks(config)}")
         return True

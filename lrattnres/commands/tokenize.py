@@ -7,21 +7,18 @@ docs/data.md tells more.
 
 from __future__ import annotations
 
-from typing import Any
-
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from lrattnres.commands.composing import start
 from lrattnres.config import TokenizeConfig, parse
-from lrattnres.config.checks import resolve_tokenize
+from lrattnres.config.checks import checked
 from lrattnres.data.tokenizing import tokenize_corpus
-from lrattnres.entry import leave
+from lrattnres.entry import leave, plain_settings
 
 
 def run(tree: DictConfig) -> bool:
     """One corpus, printed when it is done."""
-    values: Any = OmegaConf.to_container(tree, resolve=True)
-    config = resolve_tokenize(parse(TokenizeConfig, values))
+    config = checked(parse(TokenizeConfig, plain_settings(tree)))
     report = tokenize_corpus(config)
     rate = report.written / report.seconds if report.seconds else 0.0
     print(

@@ -1,4 +1,4 @@
-"""What makes a well-typed configuration impossible: every cross-field fault, found before any data is touched."""
+"""What makes a well-typed configuration impossible: every cross-field error, found before any data is touched."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,11 +29,9 @@ from lrattnres.config import (
     TokenizerConfig,
     TokenizerName,
     TrainConfig,
-    flatten,
-    plain,
 )
-from lrattnres.config.bounds import BOUNDS, GENERATE_BOUNDS, INSPECT_BOUNDS, limits
 from lrattnres.config.commands import GenerateConfig, InspectConfig
+from lrattnres.config.schema import out_of_bounds, too_large
 from lrattnres.data.tokenizers import VOCABULARY
 from lrattnres.distributed.ranks import placement
 from lrattnres.kernels.backends import choose_kernels
@@ -41,6 +40,7 @@ from lrattnres.optim.build import unknown
 from lrattnres.residual.base import path_of, paths
 from lrattnres.residual.matching import MATCHES, matched
 
+T = TypeVar("T")
 DTYPES = {Precision.float32: torch.float32, Precision.bfloat16: torch.bfloat16}
 
 
@@ -51,15 +51,30 @@ def resolve_device(device: Device) -> torch.device:
     return torch.device(device.value)
 
 
-def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
-    """The configuration that is run and recorded, and a line for each choice that was set without a use.
+def checked(config: T) -> T:
+    """The settings of any command as they are, if they can be.
 
-    Where a variant has no use for a rank, for blocks or for a routing, they become null, and where it has none for an
-    ablation, that becomes the default, so that sweeps over variants work. Raises ConfigError with every fault.
+    Raises:
+        ConfigError: with every value out of its bounds and every contradiction between settings.
     """
-    faults = [fault for check in CHECKS for fault in check(config)]
-    if faults:
-        raise ConfigError(faults)
+    errors = list(out_of_bounds(config))
+    if not too_large(config):
+        errors += [error for check in CHECKS.get(type(config), ()) for error in check(config)]
+    if errors:
+        raise ConfigError(errors)
+    return config
+
+
+def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
+    """The configuration that is run and recorded, and a line for each choice that has no use.
+
+    What the residual path has no use for becomes null, or the default, so that sweeps over paths
+    work.
+
+    Raises:
+        ConfigError: as `checked`.
+    """
+    checked(config)
     path = path_of(config.model)
     model, notes = path.settled(config.model)
     learns = any(role.owner == "adam" for role in path.roles(model).values())
@@ -86,16 +101,12 @@ def _matched(
     """With one number changed, after which everything is checked once more. `given` has what the other run may need."""
     try:
         found, note = matched(config, given)
-    except ValueError as fault:
-        raise ConfigError([str(fault)]) from fault
-    faults = [fault for check in CHECKS for fault in check(found)]
-    if faults:
-        raise ConfigError([f"{note}, and then:", *faults])
-    return found, [*notes, note]
-
-
-def _bounds(config: TrainConfig) -> Iterator[str]:
-    yield from limits(flatten(plain(config)), BOUNDS)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
+    try:
+        return checked(found), [*notes, note]
+    except ConfigError as error:
+        raise ConfigError([f"{note}, and then:", *error.errors]) from None
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -111,6 +122,11 @@ def _path(config: TrainConfig) -> Iterator[str]:
         yield from path_of(config.model).errors(config.model)
     else:
         yield f"model.residual={name}: must be one of {', '.join(table)}{did_you_mean(name, table)}"
+
+
+def _optimizer(config: TrainConfig) -> Iterator[str]:
+    if (error := unknown(config.optimizer.name)) is not None:
+        yield error
 
 
 def _match(config: TrainConfig) -> Iterator[str]:
@@ -165,11 +181,6 @@ def _shapes(config: TrainConfig) -> Iterator[str]:
         yield f"micro_batch={config.micro_batch}: must divide global_batch={config.global_batch}; write micro_batch={near}"
 
 
-def _optimizer(config: TrainConfig) -> Iterator[str]:
-    if (error := unknown(config.optimizer.name)) is not None:
-        yield error
-
-
 def _schedule(config: TrainConfig) -> Iterator[str]:
     optimizer, steps = config.optimizer, config.steps
     if steps < 1:
@@ -192,17 +203,15 @@ def _schedule(config: TrainConfig) -> Iterator[str]:
 
 def _data(config: TrainConfig) -> Iterator[str]:
     data = config.data
-    if not 0 < data.holdout < 1:
-        yield f"data.holdout={data.holdout}: must lie between 0 and 1, both excluded, such as 0.05"
-    yield from data_faults(data)
-    yield from tokenizer_faults(config.tokenizer)
+    yield from _corpus(data)
+    yield from _tokenizer(config.tokenizer)
     if data.max_tokens is not None and data.corpus is not CorpusName.tokens:
         yield f"data.max_tokens={data.max_tokens}: only shards know their tokens; write data.max_files=…, or data=tokens"
     if config.resume not in ("auto", "none") and not config.resume.isdigit():
         yield f"resume={config.resume}: must be auto, none or the step of a checkpoint"
 
 
-def data_faults(data: DataConfig) -> Iterator[str]:
+def _corpus(data: DataConfig) -> Iterator[str]:
     """What the chosen corpus has no use for, or lacks."""
     name, missing = data.corpus, "write data.root=FILE, FOLDER or a quoted glob"
     if name is CorpusName.files and data.root is None:
@@ -227,7 +236,7 @@ def data_faults(data: DataConfig) -> Iterator[str]:
         yield "data.deduplicate=true: needs the hashes of all texts; run scripts/tokenize_corpus.py, then write data=tokens"
 
 
-def tokenizer_faults(tokenizer: TokenizerConfig) -> Iterator[str]:
+def _tokenizer(tokenizer: TokenizerConfig) -> Iterator[str]:
     """What the chosen tokenizer has no use for, or lacks."""
     needed = tokenizer.name is TokenizerName.pretrained
     for key in ("path", "separator"):
@@ -238,65 +247,39 @@ def tokenizer_faults(tokenizer: TokenizerConfig) -> Iterator[str]:
             yield f"tokenizer.{key}={value}: tokenizer={tokenizer.name.name} has no use for it; write null"
 
 
-def resolve_tokenize(config: TokenizeConfig) -> TokenizeConfig:
-    """The same configuration. Raises ConfigError with every fault."""
-    faults = list(
-        limits(flatten(plain(config)), BOUNDS | {"workers": (1, 4096), "shard_mb": (1, None)})
-    )
+def _tokenize(config: TokenizeConfig) -> Iterator[str]:
     if config.data.corpus is CorpusName.tokens:
-        faults.append(
-            "data.corpus=tokens: is tokenized already; write data=ultra_fineweb, data=files or data=docstrings"
+        yield (
+            "data.corpus=tokens: is tokenized already; write data=ultra_fineweb, data=files or "
+            "data=docstrings"
         )
     if config.data.skip_unreadable:
-        faults.append(
-            "data.skip_unreadable=true: shards without a gap or none; restore the file, or take it out of data.root"
+        yield (
+            "data.skip_unreadable=true: shards without a gap or none; restore the file, or take it "
+            "out of data.root"
         )
-    faults += [*data_faults(config.data), *tokenizer_faults(config.tokenizer)]
-    if faults:
-        raise ConfigError(faults)
-    return config
+    yield from _corpus(config.data)
+    yield from _tokenizer(config.tokenizer)
 
 
-def resolve_generate(config: GenerateConfig) -> GenerateConfig:
-    """Raises ConfigError with every fault of the settings of scripts/generate.py that needs no run to be seen."""
-    faults = list(limits(flatten(plain(config)), GENERATE_BOUNDS))
-    faults += (
-        ["stop=: an empty text would end every continuation at once; leave it out"]
-        if "" in config.stop
-        else []
-    )
+def _generate(config: GenerateConfig) -> Iterator[str]:
+    if "" in config.stop:
+        yield "stop=: an empty text would end every continuation at once; leave it out"
     if config.temperature == 0:
-        unused = {
-            name: getattr(config, name)
-            for name in ("top_k", "top_p", "min_p")
-            if getattr(config, name) is not None
-        }
-        unused |= {
-            name: value
-            for name, value, usual in (("samples", config.samples, 1), ("seed", config.seed, 0))
-            if value != usual
-        }
-        faults += [
-            f"{key}={value}: has no use with temperature=0, which draws nothing; leave it out"
-            for key, value in unused.items()
-        ]
+        usual = {"top_k": None, "top_p": None, "min_p": None, "samples": 1, "seed": 0}
+        for key, value in usual.items():
+            if (given := getattr(config, key)) != value:
+                yield (
+                    f"{key}={given}: has no use with temperature=0, which draws nothing; "
+                    "leave it out"
+                )
     if config.json and config.echo:
-        faults.append("echo=true: has no use with json=true, which holds the prompt; leave it out")
-    if faults:
-        raise ConfigError(faults)
-    return config
+        yield "echo=true: has no use with json=true, which holds the prompt; leave it out"
 
 
-def resolve_inspect(config: InspectConfig) -> InspectConfig:
-    """The same for scripts/inspect_text.py."""
-    faults = list(limits(flatten(plain(config)), INSPECT_BOUNDS))
+def _inspect(config: InspectConfig) -> Iterator[str]:
     if (config.text is None) == (config.file is None):
-        faults.append(
-            'text, file: write one of them, text="…" (text=- for standard input) or file=PATH'
-        )
-    if faults:
-        raise ConfigError(faults)
-    return config
+        yield ('text, file: write one of them, text="…" (text=- for standard input) or file=PATH')
 
 
 def _machine(config: TrainConfig) -> Iterator[str]:
@@ -309,20 +292,17 @@ def _machine(config: TrainConfig) -> Iterator[str]:
     device = resolve_device(config.device)
     try:
         choose_attention(config.attention.name, device, DTYPES[config.precision], training=True)
-    except ValueError as fault:
-        yield str(fault)
+    except ValueError as error:
+        yield str(error)
     try:
         compiled = config.compile is not Compile.off
-        beyond = (
-            path_of(config.model).beyond_kernels(config.model)
-            if config.model.residual in paths()
-            else []
-        )
+        known = config.model.residual in paths()
+        beyond = path_of(config.model).beyond_kernels(config.model) if known else []
         choose_kernels(
             config.kernels.name, device, DTYPES[config.precision], compiled=compiled, beyond=beyond
         )
-    except ValueError as fault:
-        yield str(fault)
+    except ValueError as error:
+        yield str(error)
     compiler = os.environ.get("CXX", "g++")
     if (
         config.compile is not Compile.off
@@ -383,7 +363,12 @@ def _shard_degree(mode: ParallelMode, degree: int | None, world: int) -> Iterato
         yield f"parallel.shard_degree={given}: must cut the {world} processes into several groups of several; {hint}"
 
 
-CHECKS: tuple[Callable[[TrainConfig], Iterator[str]], ...] = (
-    *(_bounds, _path, _match, _shapes),
-    *(_optimizer, _schedule, _data, _machine, _parallel),
-)
+CHECKS: dict[type, tuple[Callable[[Any], Iterator[str]], ...]] = {
+    TrainConfig: (
+        *(_path, _match, _shapes, _optimizer),
+        *(_schedule, _data, _machine, _parallel),
+    ),
+    TokenizeConfig: (_tokenize,),
+    GenerateConfig: (_generate,),
+    InspectConfig: (_inspect,),
+}

@@ -30,6 +30,12 @@ class Sources(Enum):
     states = "states"
 
 
+# Of a width or a count inside the model: beyond them nothing could be built.
+COUNT: dict[str, Any] = {"at_least": 1, "at_most": 2**16}
+WIDTH: dict[str, Any] = {"at_least": 1, "at_most": 2**20}
+TOKENS: dict[str, Any] = {"at_least": 1, "at_most": 2**27}
+
+
 @dataclass
 class DepthConfig:
     """Ablations of depth routing; the defaults are the published method. docs/ablations.md has the equations."""
@@ -38,10 +44,14 @@ class DepthConfig:
     logit_scale: LogitScale = option(
         "factor of the logits: none, or rsqrt: 1/sqrt(width of a head's key)", LogitScale.none
     )
-    query_std: float = option("standard deviation of the initial queries; 0: they are zero", 0.0)
+    query_std: float = option(
+        "standard deviation of the initial queries; 0: they are zero", 0.0, at_least=0
+    )
     heads: int = option(
-        "heads of the read; each scores with its slice of query and key, and mixes its slice of the values",
+        "heads of the read; each scores with its slice of query and key, and mixes its slice of "
+        "the values",
         1,
+        **COUNT,
     )
     input_queries: bool = option(
         "add a projection of the newest source, zero at the start, to each site's query", False
@@ -82,22 +92,23 @@ class RopeScaling:
         "none, linear (every frequency by factor), or llama3 (the slow ones by factor)",
         RopeKind.none,
     )
-    factor: float = option("divisor of the frequencies", 1.0)
+    factor: float = option("divisor of the frequencies", 1.0, at_least=1)
     low: float = option(
-        "llama3: frequencies with fewer periods in the first context are divided", 1.0
+        "llama3: frequencies with fewer periods in the first context are divided",
+        1.0,
+        at_least=1e-9,
     )
     high: float = option(
         "llama3: those with more periods stay as they are, and between the two it is interpolated",
         4.0,
+        at_least=1e-9,
     )
-    first_context: int = option("llama3: window length of the first training", 8192)
+    first_context: int = option("llama3: window length of the first training", 8192, **TOKENS)
 
 
 @dataclass
 class ModelConfig:
-    residual: str = option(
-        "residual path: a name of docs/paths.md"
-    )
+    residual: str = option("residual path: a name of docs/paths.md")
     rank: int | None = option(
         "width r of a routing key, 1..dim; null where the variant has no key of its own"
     )
@@ -108,31 +119,39 @@ class ModelConfig:
         "how the mixture is used: replace the stream or add to it; null: as published", None
     )
     path: dict[str, Any] = option("settings of the residual path of its own", dict)
-    layers: int = option("number L of transformer blocks, each of two sub-layers")
-    dim: int = option("width d of the residual stream")
-    heads: int = option("attention heads; dim / heads must be even")
-    mlp_width: int = option("width of the SwiGLU hidden layer")
-    context: int = option("window length in tokens")
-    vocabulary: int | None = option("rows of embedding and head; null: the tokenizer's size", None)
-    rope_base: float = option("base of the rotary position embedding", 500_000.0)
+    layers: int = option("number L of transformer blocks, each of two sub-layers", **COUNT)
+    dim: int = option("width d of the residual stream", **WIDTH)
+    heads: int = option("attention heads; dim / heads must be even", **COUNT)
+    mlp_width: int = option("width of the SwiGLU hidden layer", **WIDTH)
+    context: int = option("window length in tokens", **TOKENS)
+    vocabulary: int | None = option(
+        "rows of embedding and head; null: the tokenizer's size", None, **TOKENS
+    )
+    rope_base: float = option("base of the rotary position embedding", 500_000.0, at_least=1)
     init_std: float = option(
         "standard deviation of every initial weight but queries (depth.query_std) and constants",
         0.02,
+        at_least=0,
     )
     depth: DepthConfig = option("ablations of depth routing", DepthConfig)
     gate: bool = option(
-        "each routed read comes in by a learned gate, zero at the start: the model begins as its baseline",
+        "each routed read comes in by a learned gate, zero at the start: the model begins as "
+        "its baseline",
         False,
     )
     kv_heads: int | None = option(
-        "heads of keys and values, a divisor of heads; null: as many as heads", None
+        "heads of keys and values, a divisor of heads; null: as many as heads", None, **COUNT
     )
-    head_dim: int | None = option("width of a head; null: dim / heads", None)
+    head_dim: int | None = option(
+        "width of a head; null: dim / heads", None, at_least=2, at_most=2**16
+    )
     gains: bool = option("learned gains after the norms of sub-layers and head", False)
     qk_norm: QKNorm = option(
         "norm of queries and keys: plain, with learned gains, or none", QKNorm.plain
     )
-    norm_eps: float = option("epsilon of all norms but those of routing keys", 2.0**-23)
+    norm_eps: float = option(
+        "epsilon of all norms but those of routing keys", 2.0**-23, at_least=0, at_most=0.1
+    )
     tied: bool = option("head and embedding are one matrix", False)
     rope_scaling: RopeScaling = option(
         "stretched rotary frequencies of a pretrained model", RopeScaling

@@ -1,12 +1,15 @@
-"""How a schema of dataclasses is written, and how a composed tree becomes one.
+"""How a schema of dataclasses is written, and how a tree of settings becomes one.
 
-`parse` turns a plain tree into a dataclass and collects every fault before it raises.
+A setting is a field written with `option`: its type, default, bounds and help stand there and
+nowhere else.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import field
 from enum import Enum
 from types import UnionType
@@ -16,72 +19,76 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 T = TypeVar("T")
+Leaves = dict[str, tuple[Any, Mapping[str, Any]]]
+LARGEST = 10**15  # of a whole number without an upper bound of its own
 
 
 class ConfigError(Exception):
-    """One or more faults of a configuration; `str` lists them all, one a line."""
+    """What makes a configuration impossible: `errors`, one line each. `str` lists them all."""
 
-    def __init__(self, faults: list[str]):
-        self.faults = faults
-        super().__init__("\n".join(f"  - {fault}" for fault in faults))
+    def __init__(self, errors: list[str]):
+        self.errors = errors
+        super().__init__("\n".join(f"  - {error}" for error in errors))
 
 
 def option(
     help: str,
     default: Any = MISSING,
     *,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
     may_change: bool = False,
-    at_least: Any = None,
-    at_most: Any = None,
 ) -> Any:
-    """A documented field. `may_change`: a run may be continued with another value; results depend on it by rounding at most."""
-    metadata = {"help": help, "may_change": may_change, "at_least": at_least, "at_most": at_most}
-    if isinstance(default, type):  # a part of the schema, dict or list
+    """A setting: a field of a dataclass with what is known of it.
+
+    Args:
+        help: what it means, for the documentation and for messages.
+        default: its value where none is given; a class (a part of the schema, dict or list) is
+            called for it; left out: the setting must be given.
+        at_least, above: lower bound of a number, included or excluded.
+        at_most, below: upper bound of a number, included or excluded.
+        may_change: a run may be continued with another value; what it computes then differs by
+            rounding at most.
+    """
+    limits = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
+    metadata = {
+        "help": help,
+        "may_change": may_change,
+        "limits": {name: limit for name, limit in limits.items() if limit is not None},
+    }
+    if isinstance(default, type):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
 def defaults(schema: type) -> dict[str, Any]:
-    """The schema as a plain tree: defaults where there are some, `???` where `configs/` must speak."""
+    """The schema as a plain tree: defaults where there are some, else `???`: `configs/` says it."""
     return OmegaConf.to_container(OmegaConf.structured(schema), enum_to_str=True)  # type: ignore[return-value]
 
 
-def fields_of(schema: type, prefix: str = "") -> dict[str, tuple[Any, dict[str, Any]]]:
-    """Dotted key -> (type, metadata of `option`) of every leaf, in the order of the schema."""
-    leaves: dict[str, tuple[Any, dict[str, Any]]] = {}
+def fields_of(schema: type, prefix: str = "") -> Leaves:
+    """Dotted key -> (type, metadata of `option`) of every setting, in the order of the schema."""
+    leaves: Leaves = {}
     hints = get_type_hints(schema)
     for item in dataclasses.fields(schema):
         key, kind = prefix + item.name, hints[item.name]
         if dataclasses.is_dataclass(kind):
             leaves |= fields_of(kind, key + ".")  # type: ignore[arg-type]
         else:
-            leaves[key] = (kind, dict(item.metadata))
+            leaves[key] = (kind, item.metadata)
     return leaves
 
 
-Leaves = dict[str, tuple[Any, dict[str, Any]]]
-
-
 def leaf_of(leaves: Leaves, key: str) -> str | None:
-    """The setting that a dotted key is, or lies below, where that one is a dictionary of free settings; None: no such."""
+    """The setting that a dotted key is, or lies below if it is a dictionary; None: there is none."""
     leaf = key
     while leaf not in leaves:
         leaf, dot, _ = leaf.rpartition(".")
         if not dot:
             return None
     return leaf if leaf == key or get_origin(leaves[leaf][0]) is dict else None
-
-
-def values_of(config: Any) -> dict[str, Any]:
-    """Dotted key -> plain value of every leaf that `fields_of` names; a dictionary of free settings is one value."""
-    flat = flatten(plain(config))
-    leaves = fields_of(type(config))
-    values = {key: flat.get(key, {}) for key in leaves}
-    for key, value in flat.items():
-        leaf = leaf_of(leaves, key)
-        if leaf is not None and leaf != key:
-            values[leaf] = values[leaf] | {key.removeprefix(leaf + "."): value}
-    return values
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
@@ -96,8 +103,22 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def plain(config: Any) -> dict[str, Any]:
-    """A dataclass as nested dictionaries of plain values, enums by name: what is written to a run folder."""
+    """A dataclass as nested dictionaries of plain values, enums by name, as a run folder has it."""
     return OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)  # type: ignore[return-value]
+
+
+def values_of(config: Any) -> dict[str, Any]:
+    """Dotted key -> plain value of every setting of `fields_of`; a dictionary is one value."""
+    leaves = fields_of(type(config))
+    values: dict[str, Any] = {key: {} for key in leaves}
+    for key, value in flatten(plain(config)).items():
+        leaf = leaf_of(leaves, key)
+        assert leaf is not None
+        if leaf == key:
+            values[key] = value
+        else:
+            values[leaf][key.removeprefix(leaf + ".")] = value
+    return values
 
 
 def alternatives(kind: Any) -> tuple[Any, ...]:
@@ -127,57 +148,120 @@ def expected(kind: Any) -> str:
     return " or ".join(parts)
 
 
-def parse(schema: type[T], tree: dict[str, Any]) -> T:
-    """A plain tree as an instance of `schema`.
+def span(limits: Mapping[str, float]) -> str:
+    """The bounds of an `option` in words, such as `between 0 and 256`; empty: there are none."""
+    if limits.keys() == {"at_least", "at_most"}:
+        return f"between {limits['at_least']} and {limits['at_most']}"
+    if limits.keys() == {"above", "below"}:
+        return f"between {limits['above']} and {limits['below']}, both excluded"
+    return " and ".join(f"{name.replace('_', ' ')} {limit}" for name, limit in limits.items())
 
-    Raises ConfigError with every unknown key, wrong type and missing value at once.
+
+def out_of_bounds(config: Any) -> Iterator[str]:
+    """An error for each number of a configuration that its `option` does not allow."""
+    values = values_of(config)
+    for key, (_, metadata) in fields_of(type(config)).items():
+        yield from _beyond(key, values[key], metadata["limits"])
+
+
+def too_large(config: Any) -> bool:
+    """Whether a whole number is so large that a check which counts up to it might not end."""
+    values = values_of(config)
+    return any(
+        isinstance(values[key], int) and values[key] > metadata["limits"].get("at_most", LARGEST)
+        for key, (_, metadata) in fields_of(type(config)).items()
+    )
+
+
+def _beyond(key: str, value: Any, limits: Mapping[str, float]) -> Iterator[str]:
+    for number in value if isinstance(value, list) else [value]:
+        if isinstance(number, bool) or not isinstance(number, (int, float)):
+            continue
+        if isinstance(number, float) and not math.isfinite(number):
+            yield f"{key}={value}: must be a finite number"
+        elif not (
+            number >= limits.get("at_least", number)
+            and number <= limits.get("at_most", number)
+            and ("above" not in limits or number > limits["above"])
+            and ("below" not in limits or number < limits["below"])
+        ):
+            yield f"{key}={value}: must be {span(limits)}"
+        elif isinstance(number, int) and number > limits.get("at_most", LARGEST):
+            yield f"{key}={value}: must be at most {LARGEST}"
+
+
+def parse(schema: type[T], tree: dict[str, Any]) -> T:
+    """A tree of plain values as an instance of `schema`.
+
+    Bounds alone make no error here: the checks of a command name those together with settings
+    that contradict each other (`lrattnres.config.checks`).
+
+    Args:
+        schema: a dataclass whose fields are written with `option`.
+        tree: nested dictionaries, or dotted keys, or both.
+
+    Raises:
+        ConfigError: with every unknown key, wrong type and missing value at once, and then also
+            every value out of its bounds.
     """
-    return _parse(schema, tree, "")
+    return _parsed(schema, tree, "")[0]
 
 
 def parse_options(options: type[T], values: dict[str, Any], prefix: str) -> T:
-    """`values`, the free settings that a schema keeps as a dictionary, as an instance of the dataclass that means them.
+    """The free settings that a schema keeps as a dictionary, as the dataclass that means them.
 
     Args:
         options: a dataclass, frozen or not, whose fields are written with `option`.
         values: setting -> value.
-        prefix: what the settings stand below, such as `model.path`: errors name keys as they are written by the user.
+        prefix: what the settings stand below, such as `model.path`: errors name keys as the user
+            writes them.
 
     Raises:
-        ConfigError: with every unknown key, wrong type and missing value at once.
+        ConfigError: with every unknown key, wrong type, missing value and value out of its bounds.
     """
-    return _parse(options, values, prefix + ".")
+    parsed, bounds = _parsed(options, values, prefix + ".")
+    if bounds:
+        raise ConfigError(bounds)
+    return parsed
 
 
-def _parse(schema: type[T], tree: dict[str, Any], prefix: str) -> T:
-    leaves, faults = fields_of(schema), []
+def unknown(key: str, value: Any, known: Mapping[str, Any], prefix: str = "") -> str:
+    """The error for a setting that is not in `known`, with the one that was perhaps meant."""
+    close = difflib.get_close_matches(key, known, n=1) or difflib.get_close_matches(
+        key.rsplit(".", 1)[-1], known, n=1, cutoff=0.5
+    )
+    hint = f"; did you mean {prefix}{close[0]}?" if close else ""
+    return f"{prefix}{key}={value}: no such key{hint}"
+
+
+def _parsed(schema: type[T], tree: dict[str, Any], prefix: str) -> tuple[T, list[str]]:
+    """With an error for each value out of its bounds."""
+    leaves, errors, bounds = fields_of(schema), list[str](), list[str]()
     target = OmegaConf.structured(schema)
     OmegaConf.set_readonly(target, False)  # as a frozen dataclass makes it
     given, free = flatten(tree), dict[str, Any]()
     for key, value in given.items():
         leaf = leaf_of(leaves, key)
         if leaf is None:
-            close = difflib.get_close_matches(key, leaves, n=1) or difflib.get_close_matches(
-                key.rsplit(".", 1)[-1], leaves, n=1, cutoff=0.5
-            )
-            hint = f"; did you mean {prefix}{close[0]}?" if close else ""
-            faults.append(f"{prefix}{key}={value}: no such key{hint}")
+            errors.append(unknown(key, value, leaves, prefix))
         elif value == MISSING:
             continue
         elif leaf != key:
             free[key] = value
+        elif error := _assign(target, key, value, leaves[key][0]):
+            errors.append(prefix + error)
         else:
-            fault = _assign(target, key, value, leaves[key][0])
-            faults += [prefix + fault] if fault else []
+            set_to = OmegaConf.select(target, key)
+            bounds += _beyond(prefix + key, set_to, leaves[key][1]["limits"])
     for key, value in free.items():
         OmegaConf.update(target, key, value, force_add=True)
     for key, (kind, metadata) in leaves.items():
         if given.get(key, MISSING) == MISSING and OmegaConf.is_missing(*_parent(target, key)):
             wanted = f"{expected(kind)}: {metadata['help']}"
-            faults.append(f"{prefix}{key}: not set; write {prefix}{key}=… ({wanted})")
-    if faults:
-        raise ConfigError(faults)
-    return OmegaConf.to_object(target)  # type: ignore[return-value]
+            errors.append(f"{prefix}{key}: not set; write {prefix}{key}=… ({wanted})")
+    if errors:
+        raise ConfigError(errors + bounds)
+    return OmegaConf.to_object(target), bounds  # type: ignore[return-value]
 
 
 def _parent(target: Any, key: str) -> tuple[Any, str]:
@@ -188,7 +272,7 @@ def _parent(target: Any, key: str) -> tuple[Any, str]:
 
 
 def _assign(target: Any, key: str, value: Any, kind: Any) -> str | None:
-    """Sets one leaf; returns what is wrong with the value, if anything. Texts are not taken for numbers."""
+    """Sets one setting, or says what is wrong with it. A text is not taken for a number."""
     kinds = alternatives(kind)
     text_for_number = (
         isinstance(value, str)

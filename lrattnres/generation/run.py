@@ -10,7 +10,7 @@ from itertools import product
 from typing import NamedTuple, TextIO
 
 from lrattnres.config import ConfigError, EvalConfig
-from lrattnres.config.checks import resolve_generate
+from lrattnres.config.checks import checked
 from lrattnres.config.commands import GenerateConfig
 from lrattnres.evaluation.load import Loaded, load_run
 from lrattnres.generation.text import TextStream
@@ -68,7 +68,7 @@ def generate_run(config: GenerateConfig, source: TextIO, target: TextIO) -> None
         ConfigError: The settings cannot be, or a prompt does not fit.
         RunError, CheckpointError, FolderError: The model cannot be loaded; see `load_run`.
     """
-    prompts = _prompts(resolve_generate(config), source)
+    prompts = _prompts(checked(config), source)
     evaluation = EvalConfig(
         config.run,
         step=config.step,

@@ -8,7 +8,7 @@ from typing import Any, TextIO
 import torch
 
 from lrattnres.config import ConfigError, EvalConfig
-from lrattnres.config.checks import resolve_inspect
+from lrattnres.config.checks import checked
 from lrattnres.config.commands import InspectConfig
 from lrattnres.evaluation.load import Loaded, load_run
 from lrattnres.evaluation.reads import reads_record
@@ -26,7 +26,7 @@ def inspect_run(config: InspectConfig, source: TextIO) -> Path:
     Raises ConfigError for settings that cannot be, a text that the context has no room for and a model that routes
     nothing; RunError and CheckpointError as for `load_run`.
     """
-    text = _text(resolve_inspect(config), source)
+    text = _text(checked(config), source)
     evaluation = EvalConfig(
         config.run,
         step=config.step,
@@ -61,7 +61,7 @@ def _text(config: InspectConfig, source: TextIO) -> str:
             )  # `read_text` would change the line ends
         else:
             text = source.read() if config.text == "-" else config.text
-        assert text is not None  # `resolve_inspect` has seen that one of the two is there
+        assert text is not None  # `checked` has seen that one of the two is there
         text.encode("utf-8")
     except UnicodeError as fault:
         raise ConfigError(

@@ -225,7 +225,7 @@ class ResidualPath(nn.Module):
         try:
             cls.options_of(config)
         except ConfigError as error:
-            yield from error.faults
+            yield from error.errors
 
     @classmethod
     def settled(cls, config: ModelConfig) -> tuple[ModelConfig, list[str]]:

@@ -22,7 +22,7 @@ from lrattnres.config import (
     TokenizerConfig,
     TokenizerName,
 )
-from lrattnres.config.checks import resolve_tokenize
+from lrattnres.config.checks import checked
 from lrattnres.data.corpora import open_documents
 from lrattnres.data.errors import DataError
 from lrattnres.data.heldout import held_out_documents
@@ -154,8 +154,8 @@ def test_another_corpus_tokenizer_or_command_is_refused(folder, tmp_path):
         opened(tmp_path)
     wrong = config(folder, corpus=CorpusName.tokens, skip_unreadable=True, min_score=0.1)
     with pytest.raises(ConfigError) as refusal:
-        resolve_tokenize(dataclasses.replace(wrong, workers=0))
-    assert len(refusal.value.faults) == 4
+        checked(dataclasses.replace(wrong, workers=0))
+    assert len(refusal.value.errors) == 4
 
 
 @pytest.mark.parametrize(

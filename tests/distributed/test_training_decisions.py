@@ -269,7 +269,7 @@ def test_impossible_layouts_are_refused(
             monkeypatch.setenv(name, str(value))
     with pytest.raises(ConfigError) as refusal:
         resolve(composed("experiment=demo", "name=x", *settings))
-    (fault,) = refusal.value.faults
+    (fault,) = refusal.value.errors
     assert all(word in fault for word in words), fault
 
 

@@ -140,7 +140,7 @@ def test_the_given_model_decides_the_model(given: Path) -> None:
         started_from(
             values | {"tokenizer": {"name": "gpt2"}}, ["++model.rank=3", "model=demo", "++name=a"]
         )
-    assert len(refusal.value.faults) == 3 and "write tokenizer=bytes" in str(refusal.value)
+    assert len(refusal.value.errors) == 3 and "write tokenizer=bytes" in str(refusal.value)
     with pytest.raises(ConfigError, match="initial: not set; write initial=DIR"):
         started_from({"initial": "???"}, [])
 

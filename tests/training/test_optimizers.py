@@ -100,7 +100,7 @@ def test_a_second_optimizer_is_a_second_entry(
 def test_an_optimizer_that_is_not_in_the_table_is_refused(tiny_run) -> None:
     with pytest.raises(ConfigError) as refusal:
         resolve(composed(*tiny_run("optimizer.name=muon_adm")))
-    assert refusal.value.faults == [
+    assert refusal.value.errors == [
         "optimizer.name=muon_adm: must be one of muon_adam; did you mean muon_adam?"
     ]
 
