@@ -2,8 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from pathlib import Path
+from types import FrameType
+
+
+def stop_early(number: int, frame: FrameType | None) -> None:
+    """What a signal does while torch is imported, and wherever else nothing has begun yet: a stop like any other."""
+    name = signal.Signals(number).name
+    os.write(2, f"{name}: stopped before anything was done; the same command starts it\n".encode())
+    os._exit(
+        75
+    )  # STOPPED of lrattnres.training.signals; an exception might get lost inside an import
+
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    for early in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(early, stop_early)
 
 import hydra
 from hydra.core.config_store import ConfigStore
