@@ -16,7 +16,9 @@ from lrattnres.data.errors import DataError
 from lrattnres.distributed.ranks import PATIENCE, RankError, Ranks, start_ranks
 from lrattnres.evaluation.diagnostics import diagnose
 from lrattnres.evaluation.heldout import evaluate
+from lrattnres.runs.checkpoint import CheckpointError
 from lrattnres.training.run import train
+from lrattnres.training.signals import Stopped
 from lrattnres.training.trainer import TrainingError
 from tests.distributed.launch import launch
 from tests.distributed.test_training import build, whole
@@ -37,7 +39,17 @@ def agree(rank: int) -> None:
         ranks.all_succeed(lambda: fail() if rank == 1 else rank)
     with pytest.raises(ValueError if rank == 0 else RankError):
         ranks.of_first(fail)
-    assert ranks.lost() is None
+    with pytest.raises((OSError, ValueError, RankError)) as first:  # of two, the first counts
+        ranks.all_succeed(lambda: {1: fail_otherwise, 2: fail}.get(rank, int)())
+    assert ranks.words(first.value) == "rank 1: first" and (rank == 1) == (first.type is OSError)
+    with pytest.raises(CheckpointError, match=r"^the same words$"):
+        ranks.apart(30.0).collect(lambda: share() if rank == 2 else rank)
+    assert ranks.collect(lambda: {"rank": rank}) == [{"rank": other} for other in range(3)]
+    for interrupt in (Stopped("SIGTERM"), KeyboardInterrupt()):
+        told = RankError if rank != 1 and type(interrupt) is KeyboardInterrupt else type(interrupt)
+        with pytest.raises(told, match="SIGTERM|KeyboardInterrupt|^$"):
+            ranks.all_succeed(lambda: interrupted(interrupt) if rank == 1 else rank)  # noqa: B023
+    assert ranks.liveness.lost() is None
 
 
 def prepare(rank: int) -> None:
@@ -53,6 +65,18 @@ def test_preparing_may_take_longer_than_an_answer() -> None:
 
 def fail() -> int:
     raise ValueError("mine")
+
+
+def fail_otherwise() -> int:
+    raise OSError("first")
+
+
+def share() -> int:
+    raise CheckpointError("the same words")
+
+
+def interrupted(interrupt: BaseException) -> int:
+    raise interrupt
 
 
 def test_ranks_agree() -> None:
