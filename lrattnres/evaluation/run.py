@@ -72,10 +72,10 @@ def evaluate_run(config: EvalConfig) -> Evaluation:
         raise ConfigError(errors)
     ranks = start_ranks(resolve_device(config.device).type, TIMEOUT)
     say = print if ranks.first else (lambda text: None)
-    loaded = ranks.together(lambda: load_run(config, say))
+    loaded = ranks.all_succeed(lambda: load_run(config, say))
     # A training beside this may have removed a checkpoint before some of the ranks saw it.
     while len(ranks.gather(torch.tensor(loaded.source.step)).unique()) > 1:
-        loaded = ranks.together(lambda: load_run(config, say))
+        loaded = ranks.all_succeed(lambda: load_run(config, say))
     folder = loaded.folder
     if loaded.run is None:
         RunFolder.read_config(folder.path)  # which says what to do with a converted model

@@ -21,7 +21,7 @@ from typing import Any
 from omegaconf import MISSING, OmegaConf
 
 from lrattnres.config import TrainConfig, defaults, fields_of, flatten
-from lrattnres.report.history import HISTORIES, HistoryError, read_history, read_json
+from lrattnres.report.history import HISTORIES, HistoryError, read_gaps, read_history, read_json
 
 CONFIGS = ("config.yaml", "config.json")
 SUMMARIES = ("summary.json", "wandb-summary.json")
@@ -123,12 +123,22 @@ def read_run(path: Path) -> Run:
         records = []
         faults.append(f"{fault}; no curve, gradient norm or rate of this run")
     summary = _optional(path, SUMMARIES, faults)
+    faults += read_gaps(path, _last_recorded(path, summary))
     identity = _optional(path, ("identity.json",), faults)
     starts = _optional(path, ("environment.json",), faults).get("starts") or [{}]
     diagnostics = _diagnostics(path, settings, records, faults)
     return Run(
         _name(path), settings, records, summary, diagnostics, identity, starts[-1], tuple(faults)
     )
+
+
+def _last_recorded(path: Path, summary: Mapping[str, Any]) -> int:
+    """The last step that has a record, as summary and newest checkpoint know it; 0 where they do not."""
+    known = [summary.get("step")]
+    for file in path.glob("checkpoints/step_*/manifest.json"):
+        details = _optional(path, (str(file.relative_to(path)),), []).get("details")
+        known += [details.get("recorded")] if isinstance(details, dict) else []
+    return max([0, *(step for step in known if isinstance(step, int))])
 
 
 def _candidates(folder: Path) -> Iterator[Path]:

@@ -51,22 +51,22 @@ class WandbSink:
             self._run.define_metric("*", step_metric="step")
         except ImportError:
             self._off("is not installed; write pip install lrattnres[wandb]")
-        except Exception as fault:  # a library of many moving parts must not stop a run
-            self._off(f"did not start: {_first_line(fault)}")
+        except Exception as error:  # a library of many moving parts must not stop a run
+            self._off(f"did not start: {_first_line(error)}")
 
     def write(self, record: dict[str, Any]) -> None:
         if self._run is not None:
             try:
                 self._run.log(record)
-            except Exception as fault:
-                self._off(f"failed at step {record.get('step')}: {_first_line(fault)}")
+            except Exception as error:
+                self._off(f"failed at step {record.get('step')}: {_first_line(error)}")
 
     def close(self) -> None:
         if self._run is not None:
             try:
                 self._run.finish()
-            except Exception as fault:
-                self._off(f"failed at the end: {_first_line(fault)}")
+            except Exception as error:
+                self._off(f"failed at the end: {_first_line(error)}")
             self._run = None
 
     def _start(self, config: LoggerConfig, run: RunFolder, tree: Mapping[str, Any]) -> Any:
@@ -94,9 +94,9 @@ class WandbSink:
         if mode != "offline":
             try:
                 return wandb.init(mode=mode, **options)
-            except Exception as fault:
+            except Exception as error:
                 wandb.teardown()  # the failed run still occupies its id
-                reason = _first_line(fault)
+                reason = _first_line(error)
         started = wandb.init(mode="offline", **options)
         self._note(
             f"W&B records offline in {run.path / 'wandb'} ({reason}); `wandb sync` of a folder there uploads it later"
@@ -135,5 +135,5 @@ def _has_credentials(wandb: Any) -> bool:
         return bool(wandb.api.api_key)
 
 
-def _first_line(fault: BaseException) -> str:
-    return (str(fault) or type(fault).__name__).splitlines()[0]
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

@@ -23,7 +23,7 @@ from lrattnres.data.dataset import Dataset
 from lrattnres.data.errors import DataError, UnreadableError
 from lrattnres.data.streams import batch_hash
 from lrattnres.distributed.parallel import Parallel
-from lrattnres.distributed.ranks import Elsewhere, network_failed
+from lrattnres.distributed.ranks import RankError, network_failed
 from lrattnres.distributed.traffic import KINDS, Traffic
 from lrattnres.model.loss import window_losses
 from lrattnres.model.transformer import Transformer
@@ -32,7 +32,7 @@ from lrattnres.residual.probe import DepthProbe
 from lrattnres.runs.checkpoint import Checkpoint, CheckpointError, Checkpoints, State
 from lrattnres.runs.files import from_json, to_json
 from lrattnres.training.evaluations import Interrupted, measure
-from lrattnres.training.instruments import block_norms, gradient_norm
+from lrattnres.training.instruments import block_norms, due, gradient_norm
 from lrattnres.training.loss import objective
 from lrattnres.training.machine import peak_memory
 from lrattnres.training.signals import StopRequest
@@ -100,7 +100,7 @@ class Trainer:
         self.optimizer = build_optimizer(
             model, config.optimizer, config.steps, mesh=self.parallel.mesh
         )
-        self.streams = self.ranks.together(
+        self.streams = self.ranks.all_succeed(
             lambda: dataset.streams(self.ranks.rank, self.ranks.world)
         )
         self.progress = Progress()
@@ -108,9 +108,9 @@ class Trainer:
             (), dtype=torch.float64, device=model.head.weight.device
         )  # of good steps, summed
         self._signals, self.stopped_by = StopRequest(), 0
-        self.unevaluated: dict[str, Any] | None = (
-            None  # the record of this step, where its evaluation was left out
-        )
+        # The record of this step, where its evaluation was left out.
+        self.unevaluated: dict[str, Any] | None = None
+        self.recorded: int | None = 0  # the last step with a record; None where that is not known
         self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
         self.shares: dict[str, Any] | None = None  # of the ranks, as counted last
         self._restart_clock()
@@ -126,19 +126,22 @@ class Trainer:
         with self._signals, closing(self.streams):
             try:
                 return self._fit()
-            except (TrainingError, Elsewhere):
-                with suppress(CheckpointError):  # of two faults the first is told
+            except (TrainingError, RankError):
+                with suppress(CheckpointError):  # of two errors the first is told
                     self.checkpoints.wait()  # a save that is still on its way is of a good step
                 raise
-            except Exception as fault:
-                if not network_failed(fault):
+            except Exception as error:
+                if not network_failed(error):
                     raise
-                who = self.ranks.lost() or "a rank that is too slow, or behind a broken network,"
-                first_line = str(fault).partition("\n")[0]
+                alive = self.ranks.liveness
+                who = (
+                    alive and alive.lost()
+                ) or "a rank that is too slow, or behind a broken network,"
+                first_line = str(error).partition("\n")[0]
                 raise TrainingError(
                     f"{who} no longer answers rank {self.ranks.rank} in step {self.progress.step + 1}; the "
                     f"same command continues from the newest whole checkpoint ({first_line})"
-                ) from fault
+                ) from error
 
     def _fit(self) -> bool:
         if self.unevaluated is not None:
@@ -146,7 +149,8 @@ class Trainer:
             if self.stopped_by:
                 return self._stopped()
         while self.progress.step < self.config.steps:
-            self.ranks.step = self.progress.step + 1
+            if (alive := self.ranks.liveness) is not None:
+                alive.step = self.progress.step + 1
             with self._saved_if_unreadable():
                 result = self.train_step()
             self._record(result)
@@ -171,14 +175,12 @@ class Trainer:
         places = self.streams.state()
         try:
             yield
-        except (DataError, Elsewhere) as fault:
-            if isinstance(
-                fault, Elsewhere
-            ):  # this rank's part of the batch was there, and is not to be lost
+        except (DataError, RankError) as error:
+            if isinstance(error, RankError):  # this rank's part of the batch is not to be lost
                 self.streams.go_back(places)
-            raise self._saved(fault) from fault
+            raise self._saved(error) from error
 
-    def _saved(self, fault: DataError | Elsewhere) -> Exception:
+    def _saved(self, error: DataError | RankError) -> Exception:
         """What to raise for data that cannot be read, on this rank or another, when everything is saved."""
         good = not self.progress.bad_in_a_row  # see _checkpoint_due
         if good:
@@ -186,20 +188,20 @@ class Trainer:
         try:
             self.checkpoints.wait()
         except CheckpointError as refused:
-            return TrainingError(f"{fault}\n{refused}")
-        if isinstance(fault, Elsewhere):
-            return fault
+            return TrainingError(f"{error}\n{refused}")
+        if isinstance(error, RankError):
+            return error
         where = (
             f"saved at step {self.progress.step}"
             if good
             else "not saved, since the last steps were not finite"
         )
-        return UnreadableError(f"{fault}\n{where}; once it can be read, the same command continues")
+        return UnreadableError(f"{error}\n{where}; once it can be read, the same command continues")
 
     def train_step(self) -> StepResult:
         """One optimizer step over the global batch; a non-finite one changes no weight and is counted."""
         every, step = self.config.instruments.ranks, self.progress.step + 1
-        if every is None or not (self._due(every, step) or step == self.config.steps):
+        if not due(every, step, last=self.config.steps):
             return self._train_step()
         with Traffic() as traffic:
             result = self._train_step()
@@ -208,12 +210,10 @@ class Trainer:
     def _train_step(self) -> StepResult:
         progress, step = self.progress, self.progress.step
         self.optimizer.set_step(step)
-        windows = self.ranks.together(self.streams.next_batch)
+        windows = self.ranks.all_succeed(self.streams.next_batch)
         loss, z_loss, tokens = self.forward_backward(windows)
         blocks = (
-            block_norms(self.model)
-            if self._due(self.config.instruments.gradients, step + 1)
-            else None
+            block_norms(self.model) if due(self.config.instruments.gradients, step + 1) else None
         )
         grad_norm = gradient_norm(self.model.parameters(), clip=self.config.optimizer.clip)
         # The one place where the host waits for the device: it has to know whether to take the step. A signal to any
@@ -258,14 +258,14 @@ class Trainer:
 
     def _record(self, result: StepResult) -> None:
         config, progress, record = self.config, self.progress, dict[str, Any]()
-        if self._due(config.instruments.log) or self._last:
+        if due(config.instruments.log, progress.step, last=config.steps):
             record |= self._measurements(result)
         if result.block_grad_norm is not None:
             record["block_grad_norm"] = [norm.item() for norm in result.block_grad_norm]
         if result.sent is not None:
             self.shares = self._shares(result.sent)
             record |= self.shares
-        if self._due(config.instruments.depth):
+        if due(config.instruments.depth, progress.step):
             record |= self._depth(result.windows)
             self._restart_clock()
         self._write({"step": progress.step, "tokens": progress.tokens} | record)
@@ -282,9 +282,9 @@ class Trainer:
         except Interrupted:
             self.unevaluated = record
             return
-        except (DataError, Elsewhere) as fault:
+        except (DataError, RankError) as error:
             self.unevaluated = record
-            raise self._saved(fault) from fault
+            raise self._saved(error) from error
         if held_out or diagnostics:
             self._restart_clock()
         whole = record | held_out
@@ -295,14 +295,14 @@ class Trainer:
                     self.write_diagnostics(step, diagnostics)
                 if whole.keys() > {"step", "tokens"}:
                     self.write(whole)
-            except (
-                OSError
-            ) as fault:  # a full disk; without its metrics a run is not worth its while
+            except OSError as error:  # a full disk; without its metrics a run is of no use
                 raise TrainingError(
-                    f"the metrics of step {step} cannot be written: {fault}"
-                ) from fault
+                    f"the metrics of step {step} cannot be written: {error}"
+                ) from error
 
-        self.ranks.together(write)
+        self.ranks.all_succeed(write)
+        if whole.keys() > {"step", "tokens"}:
+            self.recorded = step
 
     def _pause(self) -> None:
         """Raises Interrupted, on all ranks, when any of them has received a signal."""
@@ -401,15 +401,15 @@ class Trainer:
 
         Raises TrainingError where the disk refuses it.
         """
-        details: dict[str, Any] = {"tokens": self.progress.tokens}
+        details: dict[str, Any] = {"tokens": self.progress.tokens, "recorded": self.recorded}
         if self.unevaluated is not None:
             details["unevaluated"] = to_json(self.unevaluated)
         try:
             self.checkpoints.save(self.progress.step, self.state(), details)
             if self._last or self.stopped_by:
                 self.checkpoints.wait()
-        except CheckpointError as fault:
-            raise TrainingError(str(fault)) from fault
+        except CheckpointError as error:
+            raise TrainingError(str(error)) from error
         self._restart_clock()
 
     def restore(self, checkpoint: Checkpoint) -> None:
@@ -424,8 +424,9 @@ class Trainer:
         checkpoint.load(state)
         self.grad_norms.copy_(state["gradients"]["norm_sum"])
         places = state["loader"]["streams"][self.ranks.rank :: self.ranks.world]
-        self.ranks.together(lambda: self.streams.load_state(places))
+        self.ranks.all_succeed(lambda: self.streams.load_state(places))
         self.progress = Progress(**{name: int(value) for name, value in state["progress"].items()})
+        self.recorded = checkpoint.details.get("recorded")
         waiting = checkpoint.details.get("unevaluated")
         self.unevaluated = None if waiting is None else from_json(waiting)
         if (own := state["random"].get(f"cpu.rank{self.ranks.rank}")) is not None:
@@ -436,15 +437,13 @@ class Trainer:
     @property
     def _checkpoint_due(self) -> bool:
         """Not while steps are going wrong: what comes next may stop the run, and the last good checkpoint must stay."""
-        return self._due(self.config.checkpoint.every) and not self.progress.bad_in_a_row
+        return (
+            due(self.config.checkpoint.every, self.progress.step) and not self.progress.bad_in_a_row
+        )
 
     @property
     def _last(self) -> bool:
         return self.progress.step == self.config.steps
-
-    def _due(self, every: int | None, step: int | None = None) -> bool:
-        step = self.progress.step if step is None else step
-        return every is not None and step % every == 0
 
     def _restart_clock(self) -> None:
         self._clock, self._clock_tokens = time.perf_counter(), self.progress.tokens

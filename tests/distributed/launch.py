@@ -31,6 +31,8 @@ from typing import Any
 import torch
 from torch import distributed
 
+from lrattnres.distributed import ranks
+
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     ["torch.distributed.fsdp", "torch.distributed.checkpoint", "lrattnres.optim.muon_adam"]
@@ -181,6 +183,11 @@ def launch(
     ]
     assert not failed, "\n".join(failed)
     return [end.value for end in endings]
+
+
+def connected() -> ranks.Ranks:
+    """Inside of a rank with a process group: all of them, in another one of their own."""
+    return ranks.Ranks(distributed.get_rank(), distributed.get_world_size()).apart(30.0)
 
 
 def _rank(

@@ -16,7 +16,7 @@ from lrattnres.model.attention import BACKENDS
 from lrattnres.model.transformer import Transformer, build_model
 from lrattnres.optim.build import RunOptimizer, build_optimizer
 from lrattnres.runs.checkpoint import Checkpoints
-from tests.distributed.launch import launch
+from tests.distributed.launch import connected, launch
 
 STEPS = 5
 CONFIG = OptimizerConfig(muon_lr=0.02, adam_lr=0.01, warmup=1, momentum_rise=1, momentum_fall=1)
@@ -65,7 +65,7 @@ def compare(rank: int, folder: Path, device: str) -> tuple[float, dict[str, int]
     train(model, optimizer)
     train(alone, build_optimizer(alone, CONFIG, STEPS))
 
-    checkpoints = Checkpoints(folder, group=distributed.group.WORLD, asynchronous=True)
+    checkpoints = Checkpoints(folder, ranks=connected(), asynchronous=True)
     saved = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
     checkpoints.save(1, {"model": dict(model.state_dict()), "optimizer": optimizer.tensors()}, {})
     for parameter in model.parameters():

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lrattnres.runs.checkpoint import CheckpointError, Checkpoints, State
-from tests.distributed.launch import Ranks, launch
+from tests.distributed.launch import Ranks, connected, launch
 
 # Rows of the tensors: over 4 ranks, "uneven" has shards of 2, 2, 2 and 1 rows, "short" of 1, 1, 0 and 0.
 SHAPES = {"even": (8, 3), "uneven": (7, 3), "short": (2, 5), "vector": (5,)}
@@ -63,8 +63,8 @@ def silent(_: str) -> None:
 
 def leg(rank: int, folder: Path, shape: tuple[int, ...], step: int) -> list[str]:
     """Loads what another number of ranks has saved as `step`, checks every bit, and saves the next step."""
-    group = distributed.group.WORLD if shape else None
-    checkpoints = Checkpoints(folder, keep_last=9, group=group, asynchronous=step % 2 == 0)
+    ranks = connected() if shape else None
+    checkpoints = Checkpoints(folder, keep_last=9, ranks=ranks, asynchronous=step % 2 == 0)
     keys = []
     if step:
         checkpoint = checkpoints.newest(print)
@@ -114,7 +114,7 @@ def test_saved_on_some_ranks_and_loaded_on_others_to_the_bit(tmp_path: Path) -> 
 
 
 def disagree(rank: int, folder: Path) -> list[str]:
-    checkpoints, said = Checkpoints(folder, group=distributed.group.WORLD), []
+    checkpoints, said = Checkpoints(folder, ranks=connected()), []
     checkpoints.save(1, state_of(1, (2,), rank), {})
     drifted = state_of(2, (2, 1), rank)
     if rank == 1:
@@ -171,7 +171,7 @@ def test_a_difference_between_ranks_is_named_on_all_of_them(tmp_path: Path) -> N
 
 def fill(rank: int, folder: Path, full: int, asynchronous: bool) -> str:
     """The system lets no file of one rank grow, as it does when its disk is full."""
-    checkpoints = Checkpoints(folder, group=distributed.group.WORLD, asynchronous=asynchronous)
+    checkpoints = Checkpoints(folder, ranks=connected(), asynchronous=asynchronous)
     checkpoints.save(1, state_of(1, (2,), rank), {})
     checkpoints.wait()
     if rank == full:
@@ -206,7 +206,7 @@ def test_a_full_disk_of_one_rank(tmp_path: Path, full: int, asynchronous: bool) 
 
 def save_forever(rank: int, folder: Path, asynchronous: bool) -> None:
     mesh, step = init_device_mesh("cpu", (2,)), 0
-    checkpoints = Checkpoints(folder, group=distributed.group.WORLD, asynchronous=asynchronous)
+    checkpoints = Checkpoints(folder, ranks=connected(), asynchronous=asynchronous)
     begin = checkpoints.newest(silent)
     step = begin.step if begin else 0
     while True:
@@ -277,7 +277,7 @@ def test_any_rank_killed_at_any_time_loses_no_complete_save(tmp_path: Path) -> N
 
 def newest_of(rank: int, folder: Path) -> tuple[int | None, list[str]]:
     said: list[str] = []
-    checkpoint = Checkpoints(folder, group=distributed.group.WORLD).newest(said.append)
+    checkpoint = Checkpoints(folder, ranks=connected()).newest(said.append)
     if checkpoint is not None:
         state = state_of(0, (2,), rank)
         checkpoint.load(state)
@@ -286,7 +286,7 @@ def newest_of(rank: int, folder: Path) -> tuple[int | None, list[str]]:
 
 
 def save_three(rank: int, folder: Path) -> None:
-    checkpoints = Checkpoints(folder, keep_last=3, group=distributed.group.WORLD)
+    checkpoints = Checkpoints(folder, keep_last=3, ranks=connected())
     for step in (1, 2, 3):
         checkpoints.save(step, state_of(step, (2,), rank), {})
 
@@ -312,7 +312,7 @@ def test_a_missing_and_a_damaged_shard_are_passed_over_by_all(tmp_path: Path) ->
 
 def train_on(rank: int, folder: Path) -> tuple[bool, float]:
     """Saves, changes the weights at once, and talks to the other rank while the save goes on."""
-    checkpoints = Checkpoints(folder, group=distributed.group.WORLD, asynchronous=True)
+    checkpoints = Checkpoints(folder, ranks=connected(), asynchronous=True)
     weights = distribute_tensor(torch.ones(8_000, 1_000), init_device_mesh("cpu", (2,)), [Shard(0)])
     path = checkpoints.save(1, {"model": {"w": weights}}, {})
     early = path.exists()
