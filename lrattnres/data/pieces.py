@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -32,8 +33,9 @@ class Pieces:
             OSError: the file cannot be opened.
         """
         self.path, self._remedy = path, remedy
-        self._file = path.open("rb", buffering=0)
-        self.size = os.fstat(self._file.fileno()).st_size
+        self._file = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._file)
+        self.size = os.fstat(self._file).st_size
 
     def read(self, start: int, length: int) -> bytes:
         """Exactly `length` bytes from `start`.
@@ -44,7 +46,7 @@ class Pieces:
         content, position = b"", start
         while position < start + length:
             try:
-                piece = os.pread(self._file.fileno(), start + length - position, position)
+                piece = os.pread(self._file, start + length - position, position)
             except OSError as error:
                 raise UnreadableError(f"{self.path}: {error}; {self._remedy}") from error
             if not piece:

@@ -182,11 +182,11 @@ def test_broken_tables_are_named(opened, tmp_path):
     path = tmp_path / "in" / "a.parquet"
     write_parquet(path, ["a"], column="body")
     with pytest.raises(
-        DataError, match=r"a\.parquet: no column text; write data\.column= one of id, body"
+        DataError, match=r"a\.parquet: no column text; .*; write data\.column= one of body"
     ):
         opened()
     assert texts(opened(column="body")) == ["a"]
-    with pytest.raises(DataError, match=r"a\.parquet, row 1: id holds int"):
+    with pytest.raises(DataError, match=r"a\.parquet: column id holds int64, not text"):
         opened(column="id")
     parquet.write_table(
         pa.table({"text": pa.array([b"ok", b"\xff"]).cast(pa.binary()).view(pa.string())}), path

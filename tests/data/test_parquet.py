@@ -229,7 +229,8 @@ def test_scores_files_and_columns(folder, tmp_path):
     assert documents.fingerprint != opened(tmp_path / "s", max_files=1).fingerprint
     with pytest.raises(
         DataError,
-        match=r"a\.parquet: no column text; there are content, score, source; write data\.column",
+        match=r"no column text; the columns are content \(string\), score \(double\), source "
+        r"\(string\); write data\.column= one of content, source",
     ):
         opened(tmp_path / "s", column="text")
     with pytest.raises(DataError, match=r"column score holds double, not text"):

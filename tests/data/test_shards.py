@@ -241,7 +241,7 @@ def test_budget_and_copies(folder):
 def test_small_vocabularies_take_two_bytes(folder, tmp_path):
     assert (token_dtype(257), token_dtype(65_536), token_dtype(65_537)) == ("<u2", "<u2", "<u4")
     tokenize_corpus(config(folder, "bytes", TokenizerName.bytes, min_score=0.7))
-    assert Shard(folder / "bytes" / "shard_00000.tokens").tokens.dtype == "<u2"
+    assert Shard(folder / "bytes" / "shard_00000.tokens").dtype == "<u2"
     documents = opened(folder / "bytes", BYTES)
     assert (
         0
@@ -253,7 +253,7 @@ def test_small_vocabularies_take_two_bytes(folder, tmp_path):
         tmp_path / "a", [[(7, tokens), (8, tokens[:0])], [], [(9, tokens[:1])]], {}, 257
     )
     shard = Shard(tmp_path / "a", entry)
-    assert [shard.row(row).tolist() for row in range(3)] == [[256, 1, 2, 255], [], [256]]
+    assert [shard.open()(row).tolist() for row in range(3)] == [[256, 1, 2, 255], [], [256]]
     assert shard.groups.tolist() == [2, 0, 1] and shard.hashes.tolist() == [7, 8, 9]
 
 

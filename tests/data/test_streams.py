@@ -24,6 +24,8 @@ SEPARATOR = 256
 
 
 class ListTexts:
+    low = 0
+
     def __init__(self, texts):
         self.texts, self.present = texts, np.array([bool(text) for text in texts])
         self.hashes = np.array([content_hash(text or "") for text in texts], dtype=np.uint64)
@@ -36,6 +38,7 @@ class ListCorpus:
     """`groups`: lists of texts; None is a row that is no document. `broken`: numbers of groups that cannot be read."""
 
     fingerprint, description, listing, streamed = "list", "a list of texts", None, True
+    skipped = ""
 
     def __init__(self, groups, broken=()):
         self.groups, self.broken = groups, set(broken)
@@ -223,13 +226,13 @@ def test_too_few_documents_are_refused():
 @pytest.mark.parametrize(
     "state",
     [
-        torch.zeros(3, 4, dtype=torch.int64),
-        torch.zeros(2, 3, dtype=torch.int64),
-        torch.zeros(2, 4),
-        torch.tensor([[0, 0, 0, 0], [0, 4, 0, 0]]),
-        torch.tensor([[0, 0, 0, 0], [0, 0, 99, 0]]),
-        torch.tensor([[0, 0, 0, 0], [-1, 0, 0, 0]]),
-        torch.tensor([[0, 0, 0, 0], [0, 0, -1, 0]]),
+        torch.zeros(3, 5, dtype=torch.int64),
+        torch.zeros(2, 4, dtype=torch.int64),
+        torch.zeros(2, 5),
+        torch.tensor([[0, 0, 0, 0, 0], [0, 4, 0, 0, 0]]),
+        torch.tensor([[0, 0, 0, 0, 0], [0, 0, 99, 0, 0]]),
+        torch.tensor([[0, 0, 0, 0, 0], [-1, 0, 0, 0, 0]]),
+        torch.tensor([[0, 0, 0, 0, 0], [0, 0, -1, 0, 0]]),
     ],
 )
 def test_a_foreign_state_is_refused(state):
