@@ -24,7 +24,7 @@ from lrattnres.config import (
 )
 from lrattnres.config.checks import resolve_tokenize
 from lrattnres.data.corpora import open_documents
-from lrattnres.data.errors import DataError
+from lrattnres.data.errors import DataError, UnreadableError
 from lrattnres.data.heldout import held_out_documents
 from lrattnres.data.shards import Shard, token_dtype, write_shard
 from lrattnres.data.streams import TrainStreams
@@ -206,6 +206,31 @@ def test_one_flipped_bit_is_noticed(folder, tmp_path, place):
                 damaged += 1
                 assert "shard_00001.tokens: row" in str(error) and "is damaged" in str(error)
     assert damaged == 1
+
+
+def test_shards_and_files_that_are_cut_short_while_they_are_used_are_named(folder, tmp_path):
+    for path in (folder / "tok").iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    documents = opened(tmp_path)
+    number = len(documents.rows) - 1
+    group, row = documents.group(number), int(np.flatnonzero(documents.group(number).present)[-1])
+    group.tokens(row)
+    last = max(tmp_path.glob("shard_*"))
+    os.truncate(last, 4096)
+    with pytest.raises(UnreadableError, match=rf"{last.name}: cut short: .*tokenize again"):
+        group.tokens(row)
+    last.unlink()
+    with pytest.raises(UnreadableError, match=rf"{last.name}.*tokenize again"):
+        documents.group(number)
+    (tmp_path / "bin").mkdir()
+    np.tile(np.arange(257, dtype="<u4"), 99).tofile(tmp_path / "bin" / "a.bin")
+    documents = opened(tmp_path / "bin", BYTES)
+    group = documents.group(0)
+    os.truncate(tmp_path / "bin" / "a.bin", 4096)
+    with pytest.raises(UnreadableError, match=r"a\.bin: cut short"):
+        group.tokens(90)
+    with pytest.raises(UnreadableError, match=r"a\.bin: 4,096 bytes, and .* when the run started"):
+        documents.group(0)
 
 
 def test_budget_and_copies(folder):
