@@ -159,19 +159,27 @@ def _say_finished(config: TrainConfig, folder: RunFolder, unread: Exception | No
 
 
 def _open_data(config: TrainConfig, ranks: Ranks) -> Dataset:
-    """One process of a machine opens it first, and prepares what the others then find.
+    """Rank 0 asks where the corpus lies, and tells the others what it found.
 
-    Raises DataError for a corpus that is too small, before there is a run folder that would remember the settings.
+    Then one process of every other machine prepares what the rest of them find there. Raises
+    DataError for a corpus that is too small, before there is a run folder that would remember the
+    settings.
     """
 
-    def opened() -> Dataset:
-        dataset = open_dataset(config, RunFolder.pinned_listing(config))
+    def opened(told: list[dict[str, Any] | None]) -> Dataset:
+        pinned = told[0] if told else RunFolder.pinned_listing(config)
+        dataset = open_dataset(config, pinned, fresh=bool(told))
         dataset.streams(ranks.rank, ranks.world).close()
-        dataset.prepare_held_out()
+        if ranks.local == 0:
+            dataset.prepare_held_out()
         return dataset
 
-    early = ranks.apart(PATIENCE).all_succeed(lambda: opened() if ranks.local == 0 else None)
-    return ranks.all_succeed(lambda: early or opened())
+    first = ranks.apart(PATIENCE).all_succeed(lambda: opened([]) if ranks.first else None)
+    told = [ranks.of_first(lambda: first.documents.listing if first else None)]
+    early = ranks.apart(PATIENCE).all_succeed(
+        lambda: opened(told) if ranks.local == 0 and not first else first
+    )
+    return ranks.all_succeed(lambda: early or opened(told))
 
 
 def _open_folder(config: TrainConfig, dataset: Dataset) -> RunFolder:

@@ -318,6 +318,7 @@ class Trainer:
             **self.optimizer.rates(),
             "bad_steps": self.progress.bad_steps,
             "skipped_groups": int(self.ranks.sum(torch.tensor(self.streams.skipped))),
+            "skipped_rows": int(self.ranks.sum(torch.tensor(self.streams.skipped_rows))),
             "batch_hash": f"{self._global_hash(result.batch_hash):016x}",
         }
         # Read after the values above, which wait for the device to finish its step.
@@ -388,7 +389,10 @@ class Trainer:
         return {
             "model": dict(self.model.state_dict()),
             "optimizer": self.optimizer.tensors(),
-            "loader": {"streams": places.transpose(0, 1).flatten(0, 1).contiguous()},
+            "loader": {
+                "streams": places[..., :4].transpose(0, 1).flatten(0, 1).contiguous(),
+                "skipped_rows": places[..., 4].T.flatten(),
+            },
             "progress": {
                 name: torch.tensor(value) for name, value in asdict(self.progress).items()
             },
@@ -421,9 +425,14 @@ class Trainer:
         state["random"] = {
             name: torch.empty_like(torch.get_rng_state()) for name in checkpoint.keys("random")
         }
+        loader = state["loader"]
+        rows = loader["skipped_rows"].zero_()
+        if "skipped_rows" not in checkpoint.keys("loader"):  # of a version that did not count them
+            state["loader"] = {"streams": loader["streams"]}
         checkpoint.load(state)
         self.grad_norms.copy_(state["gradients"]["norm_sum"])
-        places = state["loader"]["streams"][self.ranks.rank :: self.ranks.world]
+        places = torch.column_stack([loader["streams"], rows])
+        places = places[self.ranks.rank :: self.ranks.world]
         self.ranks.all_succeed(lambda: self.streams.load_state(places))
         self.progress = Progress(**{name: int(value) for name, value in state["progress"].items()})
         self.recorded = checkpoint.details.get("recorded")
