@@ -21,9 +21,9 @@ class Liveness:
 
     def __init__(self, store: Store, rank: int, world: int):
         self.rank, self.world, self.step = rank, world, 0
-        self._store = PrefixStore("lrattnres", store.clone())
+        self._store = PrefixStore("lrattnres", store.clone())  # type: ignore[attr-defined]
         # A connection of its own: a call waits for the one before it.
-        beats = PrefixStore("lrattnres", store.clone())
+        beats = PrefixStore("lrattnres", store.clone())  # type: ignore[attr-defined]
         threading.Thread(target=self._beat, args=(beats,), daemon=True).start()
 
     def lost(self) -> str | None:

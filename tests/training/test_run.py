@@ -130,7 +130,7 @@ def test_a_finished_run_needs_no_texts(command, tmp_path: Path, capsys) -> None:
 
 @pytest.mark.parametrize(
     "file",
-    [".lock", "identity.json", "paths.json", "environment.json", "config.yaml", "record_choices"],
+    [".lock", "config.yaml", "record_choices"],
 )
 def test_a_full_disk_refuses_a_new_run(
     command, tmp_path: Path, capsys, monkeypatch, file: str
