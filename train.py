@@ -1,4 +1,4 @@
-"""Train one run, or a sweep of them: `python train.py [group=choice] [key=value] …`; see README.md."""
+"""Train one run, or a sweep: `python train.py [group=choice] [key=value] …`; see README.md."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from types import FrameType
 
 
 def stop_early(number: int, frame: FrameType | None) -> None:
-    """What a signal does while torch is imported, and wherever else nothing has begun yet: a stop like any other."""
+    """A signal while torch is imported, and before a run has begun: a stop like any other."""
     name = signal.Signals(number).name
     os.write(2, f"{name}: stopped before anything was done; the same command starts it\n".encode())
-    os._exit(
-        75
-    )  # STOPPED of lrattnres.training.signals; an exception might get lost inside an import
+    # STOPPED of lrattnres.training.signals. An exception might get lost inside an import.
+    os._exit(75)
 
 
 if __name__ == "__main__":  # before the imports below, which take seconds

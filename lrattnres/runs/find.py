@@ -13,10 +13,17 @@ from lrattnres.runs.folder import RunError, RunFolder
 def find_checkpoint(
     run: str, step: int | None, say: Callable[[str], None]
 ) -> tuple[RunFolder, Checkpoint]:
-    """`run` names a run folder, or one of the folders under its `checkpoints`; `step` None: the newest whole one.
+    """The run folder and the checkpoint that a person names.
 
-    What is passed over is said. Raises RunError for no run or one without checkpoints, CheckpointError for a damaged or
-    missing one, ConfigError where `step` and `run` name different ones.
+    Args:
+        run: A run folder, or one of the folders under its `checkpoints`.
+        step: Of the checkpoint; None: the newest whole one, or the one that `run` names.
+        say: Gets a sentence for each checkpoint that is passed over.
+
+    Raises:
+        RunError: There is no run, or it has no checkpoint.
+        CheckpointError: The checkpoint is damaged or missing.
+        ConfigError: `step` and `run` name different ones.
     """
     path = Path(run)
     if path.parent.name == "checkpoints" and path.name.removeprefix("step_").isdigit():

@@ -1,8 +1,9 @@
-"""Activation checkpointing and compilation: the same gradients, less memory, one graph for equal sub-layers."""
+"""Activation checkpointing and compilation: the same gradients, less memory, one graph for equal
+sub-layers.
+"""
 
 import pytest
 import torch
-from tests.config.test_config import composed
 from torch._dynamo import config as dynamo
 from torch._dynamo.utils import counters
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -14,6 +15,7 @@ from lrattnres.distributed.parallel import Parallel, mesh_shape, parallelize
 from lrattnres.model.attention import BACKENDS
 from lrattnres.model.transformer import Transformer, build_model
 from lrattnres.residual.router import VARIANTS
+from tests.config.test_config import composed
 
 
 class Alive(TorchDispatchMode):
@@ -38,8 +40,8 @@ class Alive(TorchDispatchMode):
 def prepared(settings: list[str]) -> tuple[Transformer, torch.Tensor]:
     config, _ = resolve(composed(*settings))
     model = build_model(
-        config.model, seed=0, device=torch.device("cpu"), attention=BACKENDS["sdpa"], dtype=torch.float32,
-        prepare=lambda model: parallelize(model, config, Parallel()),
+        config.model, seed=0, device=torch.device("cpu"), attention=BACKENDS["sdpa"],
+        dtype=torch.float32, prepare=lambda model: parallelize(model, config, Parallel()),
     )  # fmt: skip
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,4 +1,6 @@
-"""What one rank meets, all decide together: faults of data, steps that are not finite, and what they agree on at all."""
+"""What one rank meets, all decide together: faults of data, steps that are not finite, and what
+they agree on at all.
+"""
 
 import math
 import os
@@ -7,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.config.test_config import composed
 
 from lrattnres.config import Compile, ConfigError
 from lrattnres.config.checks import resolve
@@ -20,6 +21,7 @@ from lrattnres.runs.checkpoint import CheckpointError
 from lrattnres.training.run import train
 from lrattnres.training.signals import Stopped
 from lrattnres.training.trainer import TrainingError
+from tests.config.test_config import composed
 from tests.distributed.launch import launch
 from tests.distributed.test_training import build, whole
 
@@ -47,7 +49,7 @@ def agree(rank: int) -> None:
     assert ranks.collect(lambda: {"rank": rank}) == [{"rank": other} for other in range(3)]
     for interrupt in (Stopped("SIGTERM"), KeyboardInterrupt()):
         told = RankError if rank != 1 and type(interrupt) is KeyboardInterrupt else type(interrupt)
-        with pytest.raises(told, match="SIGTERM|KeyboardInterrupt|^$"):
+        with pytest.raises(told, match=r"SIGTERM|KeyboardInterrupt|^$"):
             ranks.all_succeed(lambda: interrupted(interrupt) if rank == 1 else rank)  # noqa: B023
     assert ranks.liveness.lost() is None
 
@@ -226,7 +228,9 @@ def test_evaluation_gives_one_number_for_any_number_of_ranks(tiny_run, world: in
 
 
 def diagnose_in_training(rank: int, settings: list[str]) -> dict:
-    """Of a model whose weights lie in shards; 500 tokens are two batches of 16 windows, and so one round of two ranks."""
+    """Of a model whose weights lie in shards; 500 tokens are two batches of 16 windows, and so one
+    round of two ranks.
+    """
     trainer = build(settings)
     trainer.write_diagnostics = lambda step, diagnostics: found.append((step, diagnostics))
     found: list[tuple[int, dict]] = []

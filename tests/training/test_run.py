@@ -1,4 +1,6 @@
-"""Beginning, continuing and ending a run in one process: full disks, lost texts, chosen steps, gaps in what was measured."""
+"""Beginning, continuing and ending a run in one process: full disks, lost texts, chosen steps, gaps
+in what was measured.
+"""
 
 import errno
 import json
@@ -8,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.config.test_config import composed
 
 from lrattnres.config.checks import resolve
 from lrattnres.data.errors import DataError
@@ -18,13 +19,16 @@ from lrattnres.runs import files, folder
 from lrattnres.runs.checkpoint import Checkpoints
 from lrattnres.runs.metrics import MetricsFile
 from lrattnres.training.run import train
+from tests.config.test_config import composed
 
 SIZE = ("steps=8", "optimizer.warmup=2", "evaluation.every=null", "checkpoint.every=2")
 
 
 @pytest.fixture
 def command(tiny_run, texts, tmp_path):
-    """command(*changes): trains in this process, over texts of its own that may be taken away; whether it finished."""
+    """command(*changes): trains in this process, over texts of its own that may be taken away;
+    whether it finished.
+    """
     own = tmp_path / "texts"
     shutil.copytree(texts, own)
 

@@ -1,10 +1,11 @@
-"""The training loop in one process: its gradients, its bad steps, and its continuation to the last bit."""
+"""The training loop in one process: its gradients, its bad steps, and its continuation to the last
+bit.
+"""
 
 import math
 
 import pytest
 import torch
-from tests.config.test_config import composed
 
 from lrattnres.config.checks import resolve
 from lrattnres.data.dataset import open_dataset
@@ -15,6 +16,7 @@ from lrattnres.model.transformer import build_model
 from lrattnres.residual.router import VARIANTS
 from lrattnres.runs.checkpoint import Checkpoints
 from lrattnres.training.trainer import Trainer, TrainingError
+from tests.config.test_config import composed
 
 CPU = torch.device("cpu")
 
