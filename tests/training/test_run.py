@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import shutil
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from lrattnres.runs import files, folder
 from lrattnres.runs.checkpoint import Checkpoints
 from lrattnres.runs.metrics import MetricsFile
 from lrattnres.training.run import train
+from lrattnres.training.signals import STOPPED
 from tests.config.test_config import composed
 
 SIZE = ("steps=8", "optimizer.warmup=2", "evaluation.every=null", "checkpoint.every=2")
@@ -189,3 +192,21 @@ def test_a_place_that_cannot_hold_runs(command, tmp_path: Path, capsys, runs: st
     assert line.startswith(
         f"refused: {tmp_path}/{runs}/run: cannot be used as a run folder: [Errno"
     )
+
+
+def test_a_job_that_is_stopped_before_it_trains_is_requeued(
+    command, capsys, monkeypatch, tmp_path: Path
+) -> None:
+    def signalled(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(5)
+
+    monkeypatch.setattr("lrattnres.training.run._open_data", signalled)
+    monkeypatch.setattr("lrattnres.training.run.requeue", lambda: "4711")
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert attempt(lambda: command("cluster.requeue=true"))[0] == STOPPED
+    said = capsys.readouterr()
+    assert "SLURM job 4711 is in the queue again" in said.out
+    assert said.err.startswith("SIGUSR1: stopped outside of training")
+    assert not (tmp_path / "runs").exists()
