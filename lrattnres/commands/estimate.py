@@ -18,7 +18,6 @@ from typing import NamedTuple
 from lrattnres.commands.composing import composed
 from lrattnres.commands.running import command, table
 from lrattnres.config import AC, ConfigError, Device, TrainConfig, option
-from lrattnres.config.bounds import limits
 from lrattnres.config.checks import DTYPES
 from lrattnres.residual.cost import cost
 from lrattnres.residual.router import VARIANTS
@@ -58,7 +57,7 @@ GPUS = {
 @dataclass
 class EstimateConfig:
     gpu: str = option(f"one of {', '.join(GPUS)}", "H100")
-    gpus: int = option("how many of them, each with one rank", 1)
+    gpus: int = option("how many of them, each with one rank", 1, at_least=1, at_most=2**20)
 
 
 def seconds(config: TrainConfig, gpu: Gpu, gpus: int) -> float:
@@ -100,11 +99,8 @@ def description(config: TrainConfig, name: str, gpus: int) -> str:
 
 def run(config: EstimateConfig, words: list[str]) -> None:
     """One table, printed."""
-    errors = list(limits(dataclasses.asdict(config), {"gpus": (1, 2**20)}))
     if config.gpu not in GPUS:
-        errors.append(f"gpu={config.gpu}: must be one of {', '.join(GPUS)}")
-    if errors:
-        raise ConfigError(errors)
+        raise ConfigError([f"gpu={config.gpu}: must be one of {', '.join(GPUS)}"])
     # What is checked is one of so many processes.
     os.environ |= {"RANK": "0", "WORLD_SIZE": str(config.gpus), "LOCAL_RANK": "0"}
     training = dataclasses.replace(
