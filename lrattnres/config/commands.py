@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from lrattnres.config.machine import AttentionBackend, Device, Kernels, Precision, cpu_threads
 from lrattnres.config.model import Routing
@@ -15,10 +16,8 @@ STRICT = "refuse where a newer checkpoint is damaged; false: pass it over, and r
 NEW_FOLDER = "folder that is made; one that has something in it is refused"
 
 
-def _step(use: str) -> int | None:
-    return option(  # type: ignore[no-any-return]
-        f"checkpoint to {use}; null: the newest complete one", None, at_least=0
-    )
+def _step(use: str) -> Any:
+    return option(f"checkpoint to {use}; null: the newest complete one", None, at_least=0)
 
 
 @dataclass
