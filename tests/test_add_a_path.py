@@ -1,6 +1,7 @@
 """docs/add_a_path.md is true: its blocks are run, and a path outside the package needs no other edit."""
 
 import ast
+import importlib
 import json
 import os
 import re
@@ -10,8 +11,11 @@ from pathlib import Path
 from textwrap import indent
 from types import ModuleType
 
+import pytest
 import torch
 
+from lrattnres.config import ConfigError, parse_options
+from lrattnres.residual.base import paths
 from tests.paths import ROOT
 from tests.test_cli import assert_equal_runs, tensors
 
@@ -54,6 +58,52 @@ def test_files_that_the_page_quotes_are_those_files() -> None:
     }
     for title, code in quoted.items():
         assert code in (ROOT / title).read_text(), title
+
+
+FILE = """
+from __future__ import annotations
+from dataclasses import dataclass
+from enum import Enum
+from lrattnres.config import option
+from lrattnres.residual.base import ResidualPath
+Kind = Enum("Kind", {"one": "one", "two": "two"})
+class Mine(ResidualPath):
+    residual = "NAME"
+    @dataclass(frozen=True)
+    class Options:
+        kind: Kind = option("either", Kind.one)
+"""
+
+
+def test_files_outside_are_modules_like_others(tmp_path: Path, monkeypatch) -> None:
+    """Two folders may have files of one name; types of options are found; one name has one class."""
+    folders = [tmp_path / name for name in ("a", "b")]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "mine.py").write_text(FILE.replace("NAME", f"mine_{folder.name}"))
+    (folders[0] / "_aside.py").write_text("raise AssertionError")
+    monkeypatch.setenv("LRATTNRES_PATHS", os.pathsep.join(map(str, folders)))
+    before = paths()
+    paths.cache_clear()
+    try:
+        found = paths()
+        assert found.keys() == before.keys() | {"mine_a", "mine_b"}
+        for name in ("mine_a", "mine_b"):
+            options = parse_options(found[name].Options, {"kind": "two"}, "model.path")
+            assert options.kind.name == "two"
+            assert importlib.import_module(found[name].__module__).Mine is found[name]
+
+        (folders[1] / "mine.py").write_text(FILE.replace("NAME", "baseline"))
+        paths.cache_clear()
+        with pytest.raises(
+            ConfigError, match=r"model\.residual=baseline: .*stream\.py and .*b/mine\.py"
+        ):
+            paths()
+        monkeypatch.setenv("LRATTNRES_PATHS", str(tmp_path / "c"))
+        with pytest.raises(ConfigError, match=r"LRATTNRES_PATHS=.*: no such folder; write"):
+            paths()
+    finally:
+        paths.cache_clear()
 
 
 # Runs commands one after the other in one process, as each would run in its own: [script, words…],
