@@ -135,10 +135,8 @@ class ExportConfig:
 
 @dataclass
 class VariantConfig:
-    residual: str = option("residual path of the new model: a row of the table of variants")
-    rank: int | None = option(
-        "width r of a routing key, where the variant has one of its own", None
-    )
+    residual: str = option("residual path of the new model: a row of the table in docs/paths.md")
+    rank: int | None = option("width r of a routing key, where the path has one of its own", None)
     blocks: int | None = option("number N of depth blocks; null: every sub-layer is a source", None)
     routing: Routing | None = option("how the mixture is used; null: as published", None)
     gate: bool = option("a gate for each read, zero at the start (model.gate of a run)", False)
