@@ -88,9 +88,7 @@ class Streams(ResidualPath):
         if site == 2 * self.config.layers:
             return State((), None, self.joined(streams).to(dtype))
         mixing, write = self.connections(streams, site)
-        hidden, *mixed = (
-            weighted_sum(weights, streams).to(dtype) for weights in mixing.unbind(-1)
-        )
+        hidden, *mixed = (weighted_sum(weights, streams).to(dtype) for weights in mixing.unbind(-1))
         return State(tuple(mixed), write, hidden)
 
     def hidden(self, state: State, site: int) -> Tensor:
@@ -140,7 +138,9 @@ class LearnedConnections(ResidualPath):
         if not self.options.dynamic:
             return alpha, beta
         maps = wide(torch.cat([self.dynamic_alpha[site], self.dynamic_beta[site, :, None]], dim=-1))
-        found = torch.stack([self.normed(stream[..., : len(maps)]) @ maps for stream in streams], -2)
+        found = torch.stack(
+            [self.normed(stream[..., : len(maps)]) @ maps for stream in streams], -2
+        )
         if self.options.tanh:
             found = found.tanh()
         alpha = alpha + self.scale_alpha[site] * found[..., :-1]
@@ -159,7 +159,10 @@ class LearnedConnections(ResidualPath):
         def mixing(shape: torch.Size, generator: torch.Generator) -> Tensor:
             return torch.stack([cls.first_mixing(site, count) for site in range(shape[0])])
 
-        roles = {"static_alpha": Role("adam", False, mixing), "static_beta": Role("adam", False, 1.0)}
+        roles = {
+            "static_alpha": Role("adam", False, mixing),
+            "static_beta": Role("adam", False, 1.0),
+        }
         if cls.options_of(config).dynamic:
             for name in ("alpha", "beta"):
                 roles[f"dynamic_{name}"] = Role("adam", True, 0.0)
@@ -201,7 +204,9 @@ class HyperConnections(LearnedConnections, Streams):
     class Options:
         n: int = option("streams", 4, at_least=1, at_most=64)
         dynamic: bool = option("weights depend on the token", True)
-        norm: Norm = option("what dynamic weights are made of: layer (LayerNorm) or rms", Norm.layer)
+        norm: Norm = option(
+            "what dynamic weights are made of: layer (LayerNorm) or rms", Norm.layer
+        )
         tanh: bool = option("dynamic weights are bounded by tanh", True)
 
     def joined(self, streams: Sequence[Tensor]) -> Tensor:

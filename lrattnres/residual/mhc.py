@@ -67,9 +67,13 @@ class ManifoldConstrained(Streams):
     @dataclass(frozen=True)
     class Options:
         n: int = option("streams", 4, at_least=1, at_most=64)
-        iterations: int = option("how often Sinkhorn divides by columns", 20, at_least=1, at_most=1000)
+        iterations: int = option(
+            "how often Sinkhorn divides by columns", 20, at_least=1, at_most=1000
+        )
         eps: float = option("added to weights and sums", 1e-6, at_least=0, at_most=0.1)
-        head: Head = option("how the head joins the streams: learned weights, or their sum", Head.learned)
+        head: Head = option(
+            "how the head joins the streams: learned weights, or their sum", Head.learned
+        )
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
