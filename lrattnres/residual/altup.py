@@ -1,18 +1,22 @@
-"""Recycled-AltUp: n streams, of which one runs through each transformer block and corrects the others.
+"""Recycled-AltUp: n streams, of which one runs through each transformer block and corrects the
+others.
 
-Baykal et al., "Alternating Updates for Efficient Transformers" (arXiv 2301.13310). S has n rows S_j, each of width d,
-and starts as S_j = o_0. Block b = 1 … L, with a = (b − 1) mod n, computes
+Baykal et al., "Alternating Updates for Efficient Transformers" (arXiv 2301.13310). S has n
+rows S_j, each of width d, and starts as S_j = o_0. Block b = 1 … L, with a = (b − 1) mod n,
+computes
 
     G_k = Σ_j p_{k,j} S_j              the guesses
     h_{2b−1} = G_a,   h_{2b} = G_a + o_{2b−1},   Δ = o_{2b−1} + o_{2b}
     S_k = G_k + g_k Δ                  the corrections
 
-and the head reads h_{M+1} = Σ_k S_k. With `dynamic` (Gemma 3n, code in transformers), p and g depend on the
-token: m(x) = tanh(R·RMSNorm(x)), and mat(P·m(S_a)) [n, n], row after row, is added to p, C·m(G_a + Δ) to g.
+and the head reads h_{M+1} = Σ_k S_k. With `dynamic` (Gemma 3n, code in transformers), p and g
+depend on the token: m(x) = tanh(R·RMSNorm(x)), and mat(P·m(S_a)) [n, n], row after row, is
+added to p, C·m(G_a + Δ) to g.
 
-Start: p = I, g = 1, P and C zero, R N(0, init_std²). All streams are the residual stream, and the head's h is n
-times the baseline's, to rounding: Δ is summed first. Gemma 3n divides the input of R by d, which R takes in, and keeps
-a at 0; alternating is the paper's. Decay is not published: none.
+Start: p = I, g = 1, P and C zero, R N(0, init_std²). All streams are the residual stream, and
+the head's h is n times the baseline's, to rounding: Δ is summed first. Gemma 3n divides the
+input of R by d, which R takes in, and keeps a at 0; alternating is the paper's. Decay is not
+published: none.
 
 Costs L(n² + n) parameters and L(n² + n)d multiply-adds a token; `dynamic` L(nd + n³ + n²) and
 L(2nd + n³ + n²) more. A state holds n + 1 vectors of width d.

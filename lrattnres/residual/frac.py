@@ -1,26 +1,29 @@
 """Frac-Connections: hyper-connections between the m fractions of one stream.
 
-Zhu et al., "Frac-Connections: Fractional Extension of Hyper-Connections" (arXiv 2503.14125). The stream, o_0 at
-first, is cut into m fractions S_j of width d/m. With A [m, 2m] and β [m] made as in hc.py, norm and maps
-over d/m and shared by the fractions, site t = 1 … M computes
+Zhu et al., "Frac-Connections: Fractional Extension of Hyper-Connections" (arXiv 2503.14125).
+The stream, o_0 at first, is cut into m fractions S_j of width d/m. With A [m, 2m] and β [m]
+made as in hc.py, norm and maps over d/m and shared by the fractions, site t = 1 … M computes
 
     h_t = concat_c Σ_j A_{j,c} S_j          S_k ← Σ_j A_{j,m+k} S_j + β_k · (fraction k of o_t)
 
 and the head reads h_{M+1} = concat_k S_k.
 
-Start: A^static = (I | I), β^static = 1, the dynamic maps are zero and their scales 0.01: a model begins as its
-baseline, to the last bit.
+Start: A^static = (I | I), β^static = 1, the dynamic maps are zero and their scales 0.01: a
+model begins as its baseline, to the last bit.
 
-Where sources differ: the equations are those of the public code of Hyper-Connection Factory, and the number of
-parameters is that of the paper's Table 1, but for a gain of the norm, which the maps take in. PyPI's
-hyper-connections mixes the fractions of an output by a full matrix of ones and does not start as its baseline: not
-taken. As in hc.py the paper decays the dynamic weights, and here nothing decays.
+Where sources differ: the equations are those of the public code of Hyper-Connection Factory,
+and the number of parameters is that of the paper's Table 1, but for a gain of the norm, which
+the maps take in. PyPI's hyper-connections mixes the fractions of an output by a full matrix of
+ones and does not start as its baseline: not taken. As in hc.py the paper decays the dynamic
+weights, and here nothing decays.
 
-Costs M(2m² + m) parameters and M·d(2m + 1) multiply-adds a token; dynamic weights are M((d/m)(2m + 1) + 2)
-parameters more, and as many multiply-adds again. A state holds two vectors of width d and the m numbers β.
+Costs M(2m² + m) parameters and M·d(2m + 1) multiply-adds a token; dynamic weights are
+M((d/m)(2m + 1) + 2) parameters more, and as many multiply-adds again. A state holds two
+vectors of width d and the m numbers β.
 
-An output has no one coefficient: a matrix m × m says what each fraction takes of each of its fractions. Values with
-more than d columns carry these matrices, and `hidden` gives the mean of their diagonal.
+An output has no one coefficient: a matrix m × m says what each fraction takes of each of its
+fractions. Values with more than d columns carry these matrices, and `hidden` gives the mean of
+their diagonal.
 """
 
 from __future__ import annotations
@@ -44,8 +47,8 @@ class Parts(NamedTuple):
 
     Args:
         values: [..., m, d/m].
-        marks: of a value with more than d columns, [..., m, columns, m]: what each fraction (first) takes of
-            each fraction (last) of whatever the column stands for; else None.
+        marks: of a value with more than d columns, [..., m, columns, m]: what each fraction
+            (first) takes of each fraction (last) of what the column stands for; else None.
     """
 
     values: Tensor
@@ -137,7 +140,7 @@ class FracConnections(LearnedConnections):
 
 
 def of_each(function: Callable[..., Tensor], *parts: Parts) -> Parts:
-    """A function of values, and the same of their marks where there are some; it keeps the last axis."""
+    """A function of values, and of their marks where there are some; it keeps the last axis."""
     values, marks = zip(*parts, strict=True)
     if marks[0] is None:
         return Parts(function(*values), None)

@@ -1,26 +1,29 @@
-"""Hyper-Connections: n residual streams in place of one, and weights that read, mix and write them.
+"""Hyper-Connections: n residual streams in place of one, and weights that read, mix and write
+them.
 
-Zhu et al., "Hyper-Connections" (arXiv 2409.19606, section 2). S has n rows S_j, each of width d, and
-starts as S_j = o_0. With Ŝ = norm(S), row by row, site t = 1 … M computes
+Zhu et al., "Hyper-Connections" (arXiv 2409.19606, section 2). S has n rows S_j, each of width
+d, and starts as S_j = o_0. With Ŝ = norm(S), row by row, site t = 1 … M computes
 
-    A = A^static_t + s^α_t · tanh(Ŝ W^α_t)   [n, n + 1]       β = β^static_t + s^β_t · tanh(Ŝ w^β_t)   [n]
+    A = A^static_t + s^α_t · tanh(Ŝ W^α_t)   [n, n + 1]
+    β = β^static_t + s^β_t · tanh(Ŝ w^β_t)   [n]
     h_t = Σ_j A_{j,0} S_j          S'_k = Σ_j A_{j,k} S_j          S_k = S'_k + β_k o_t
 
 and the head reads h_{M+1} = Σ_k S_k. `dynamic=false` leaves A^static and β^static alone (SHC).
 
-Start: A^static_t = (e_{(t−1) mod n} | I_n) and β^static = 1; W and w are zero, s is 0.01. All streams
-are then the residual stream: every inner read is the baseline's to the last bit, and the head's h is n
-times the baseline's, which its norm takes away.
+Start: A^static_t = (e_{(t−1) mod n} | I_n) and β^static = 1; W and w are zero, s is 0.01. All
+streams are then the residual stream: every inner read is the baseline's to the last bit, and
+the head's h is n times the baseline's, which its norm takes away.
 
-Where paper and code differ: equation 10 does not name the norm; the paper's Algorithm 2 and the public
-code of corl-team take LayerNorm, here without gain and bias (ε = 1e-5), PyPI's hyper-connections takes
-RMSNorm, which is `norm=rms`. A layer of the paper is a sub-layer here. The paper scales the initial
-output projections by √n and does not say whether up or down; here the body's start is left alone.
-It decays W, w and s, and not the static weights; here Adam's weights do not decay.
+Where paper and code differ: equation 10 does not name the norm; the paper's Algorithm 2 and
+the public code of corl-team take LayerNorm, here without gain and bias (ε = 1e-5), PyPI's
+hyper-connections takes RMSNorm, which is `norm=rms`. A layer of the paper is a sub-layer here.
+The paper scales the initial output projections by √n and does not say whether up or down; here
+the body's start is left alone. It decays W, w and s, and not the static weights; here Adam's
+weights do not decay.
 
-Costs M·n(n + 2) parameters and M·n(n + 2)·d multiply-adds a token; dynamic weights are
-M(d(n + 2) + 2) parameters more, and as many multiply-adds again. A state holds n + 1 vectors of
-width d and the n numbers β.
+Costs M·n(n + 2) parameters and M·n(n + 2)·d multiply-adds a token; dynamic weights are M(d(n +
+2) + 2) parameters more, and as many multiply-adds again. A state holds n + 1 vectors of width
+d and the n numbers β.
 """
 
 from __future__ import annotations
@@ -55,7 +58,7 @@ class State(NamedTuple):
 
 
 class Streams(ResidualPath):
-    """n streams of width d; a class of these says by which weights a site reads, mixes and writes them."""
+    """n streams of width d; its subclasses say with which weights a site uses them."""
 
     def connections(self, streams: Sequence[Tensor], site: int) -> tuple[Tensor, Tensor]:
         """A [..., n, n + 1], whose first column reads, and β [..., n]; float32.
@@ -133,7 +136,7 @@ class LearnedConnections(ResidualPath):
         raise NotImplementedError
 
     def connections(self, streams: Sequence[Tensor], site: int) -> tuple[Tensor, Tensor]:
-        """A [..., parts, mixtures] and β [..., parts], float32; without dynamic weights of no token."""
+        """A [..., parts, mixtures] and β [..., parts], float32; no leading axes if not dynamic."""
         alpha, beta = wide(self.static_alpha[site]), wide(self.static_beta[site])
         if not self.options.dynamic:
             return alpha, beta

@@ -1,19 +1,21 @@
 """Highway networks: a gate decides how much of an output replaces the stream.
 
-Srivastava, Greff, Schmidhuber, "Highway Networks" (arXiv 1505.00387). With x_1 = o_0 and h_t = x_t,
-sub-layer t = 1 … M computes
+Srivastava, Greff, Schmidhuber, "Highway Networks" (arXiv 1505.00387). With x_1 = o_0 and h_t =
+x_t, sub-layer t = 1 … M computes
 
     T_t = σ(W_t·RMSNorm(x_t) + b_t)          x_{t+1} = T_t ⊙ o_t + (1 − T_t) ⊙ x_t
 
-`gate=scalar` has one T a token (W_t [1, d]), `gate=vector` one a channel (W_t [d, d], the paper's, which costs
-a sixth of the model's compute).
+`gate=scalar` has one T a token (W_t [1, d]), `gate=vector` one a channel (W_t [d, d], the
+paper's, which costs a sixth of the model's compute).
 
-Start: "other". W is N(0, init_std²) and b is −2: the paper asks for a negative one, −1 to −3. The
-paper's gate reads its input as it is; here it is normalised, as every sub-layer's. Decay is not published.
+Start: "other". W is N(0, init_std²) and b is −2: the paper asks for a negative one, −1 to −3.
+The paper's gate reads its input as it is; here it is normalised, as every sub-layer's. Decay
+is not published.
 
-Costs M(d + 1) parameters and 3Md multiply-adds a token; the vector gate M(d² + d) and M(d² + 2d). A state holds
-one vector of width d. With a vector gate an output has a coefficient for each channel: what `hidden`
-gives in further columns is weighted by the mean of T over channels.
+Costs M(d + 1) parameters and 3Md multiply-adds a token; the vector gate M(d² + d) and M(d² +
+2d). A state holds one vector of width d. With a vector gate an output has a coefficient for
+each channel: what `hidden` gives in further columns is weighted by the mean of T over
+channels.
 """
 
 from __future__ import annotations

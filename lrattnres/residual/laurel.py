@@ -1,26 +1,31 @@
 """LAuReL: the residual stream with learned weights, and with a low-rank map of what it has been.
 
-Menghani, Kumar, Kumar, "LAuReL: Learned Augmented Residual Layer" (arXiv 2411.07501, equations 2 to 6 and
-footnote 2). With x_1 = o_0 and h_t = x_t, `parts` says which terms there are; sub-layer t = 1 … M computes
+Menghani, Kumar, Kumar, "LAuReL: Learned Augmented Residual Layer" (arXiv 2411.07501, equations
+2 to 6 and footnote 2). With x_1 = o_0 and h_t = x_t, `parts` says which terms there are;
+sub-layer t = 1 … M computes
 
     x_{t+1} = a_t o_t + c_t (x_t + P_t Q_t y_t),   Q_t [r, d], P_t [d, r]
     rw:  (a_t, c_t) = 2·softmax(w_t);  without it a = c = 1
-    lr:  y_t = x_t        pa:  y_t = Σ_{j < min(back, t)} γ_{t,j} x_{t−j};  with neither, there is no low-rank map
+    lr:  y_t = x_t        pa:  y_t = Σ_{j < min(back, t)} γ_{t,j} x_{t−j};  else no low-rank map
 
 r is `model.rank`, 32 if it is null, as in the paper's language model of 24 layers.
 
-Start: w and P are zero, γ is 1/back, and row i mod r of Q has 1/√(rd) in column i and zeros else ("column
-orthogonal"). So a model begins as its baseline, to the last bit, whatever its parts.
+Start: w and P are zero, γ is 1/back, and row i mod r of Q has 1/√(rd) in column i and zeros
+else ("column orthogonal"). So a model begins as its baseline, to the last bit, whatever its
+parts.
 
-Where the paper leaves it open: the map that bounds a and c ("softmax or sigmoid") is the public one of
-Hyper-Connection Factory, which keeps a = c = 1 at the start. rw with lr multiplies the whole skip by c (equation
-5). pa has one low-rank map for all past streams (2rd + k parameters, section 2.3) and not one each (Table 4). The
-published equation 6 of rw with pa drops x itself: taken as a misprint. Weight decay is not published: none.
+Where the paper leaves it open: the map that bounds a and c ("softmax or sigmoid") is the
+public one of Hyper-Connection Factory, which keeps a = c = 1 at the start. rw with lr
+multiplies the whole skip by c (equation 5). pa has one low-rank map for all past streams (2rd
++ k parameters, section 2.3) and not one each (Table 4). The published equation 6 of rw with pa
+drops x itself: taken as a misprint. Weight decay is not published: none.
 
-Costs 2M parameters and 2Md multiply-adds a token for rw, 2Mrd and 2Mrd for lr, and for pa beyond those of lr
-M·back and d·Σ_t min(back, t). A state holds one vector of width d, for pa the last `back` ones.
+Costs 2M parameters and 2Md multiply-adds a token for rw, 2Mrd and 2Mrd for lr, and for pa
+beyond those of lr M·back and d·Σ_t min(back, t). A state holds one vector of width d, for pa
+the last `back` ones.
 
-With lr or pa an output has no one coefficient: what `hidden` gives in further columns leaves the low-rank map out.
+With lr or pa an output has no one coefficient: what `hidden` gives in further columns leaves
+the low-rank map out.
 """
 
 from __future__ import annotations
@@ -139,7 +144,8 @@ class Laurel(ResidualPath):
             return
         options, sites = cls.options_of(config), 2 * config.layers
         if options.parts not in PARTS:
-            yield f"model.path.parts={options.parts}: no such parts; write one of {', '.join(PARTS)}"
+            known = ", ".join(PARTS)
+            yield f"model.path.parts={options.parts}: no such parts; write one of {known}"
         elif "pa" in options.parts and options.back > sites:
             yield (
                 f"model.path.back={options.back}: no sub-layer has so many streams before it; "

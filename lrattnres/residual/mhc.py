@@ -1,31 +1,33 @@
 """Manifold-constrained hyper-connections: streams that are mixed by doubly stochastic matrices.
 
-Xie et al., "mHC: Manifold-Constrained Hyper-Connections" (arXiv 2512.24880, equations 7 to 9). S has n
-rows S_j, each of width d, and starts as S_j = o_0. With x = RMSNorm(vec S), over all n·d numbers, stream
-after stream, site t = 1 … M computes
+Xie et al., "mHC: Manifold-Constrained Hyper-Connections" (arXiv 2512.24880, equations 7 to 9).
+S has n rows S_j, each of width d, and starts as S_j = o_0. With x = RMSNorm(vec S), over all
+n·d numbers, stream after stream, site t = 1 … M computes
 
     (p, q, c) = F_t x, F_t [n² + 2n, n·d]        pre = σ(a_0 p + b^p) + ε     post = 2σ(a_1 q + b^q)
     C = Sinkhorn(a_2 c + b^c), n × n, row after row
     h_t = Σ_j pre_j S_j          S_k ← post_k o_t + Σ_j C_{j,k} S_j
 
-and the head reads h_{M+1} = Σ_j (σ(a^h F^h x + b^h)_j + ε) S_j, or with `head=sum` Σ_j S_j. Sinkhorn is a
-softmax over rows, + ε, and a division by the column sums; then `iterations` − 1 times a division by the row
-sums and one by the column sums, each sum + ε.
+and the head reads h_{M+1} = Σ_j (σ(a^h F^h x + b^h)_j + ε) S_j, or with `head=sum` Σ_j S_j.
+Sinkhorn is a softmax over rows, + ε, and a division by the column sums; then `iterations` − 1
+times a division by the row sums and one by the column sums, each sum + ε.
 
-Start: "other", near the baseline times n/2. With F zero, C is 1/n everywhere, pre ½ and post 1, so every read is
-(n/2)·h of the baseline to 3e-6 (relative; 3e-5 after 48 sub-layers, for ε shrinks each column sum by 1e-6);
-F as drawn, N(0, init_std²), makes it 1.3e-3. a is 0.01 and b zero.
+Start: "other", near the baseline times n/2. With F zero, C is 1/n everywhere, pre ½ and post
+1, so every read is (n/2)·h of the baseline to 3e-6 (relative; 3e-5 after 48 sub-layers, for ε
+shrinks each column sum by 1e-6); F as drawn, N(0, init_std²), makes it 1.3e-3. a is 0.01 and b
+zero.
 
-Where paper and code differ: the paper takes exp, and then columns before rows, 20 times. DeepSeek-V4's code (in
-transformers) is taken, which does the above, with ε = 1e-6. Both come to the same matrix. The paper does not say how
-the streams are joined; the head is V4's. The starts of F and b are not published: those of transformers, whose
-scales start at one, a placeholder of code without training; the paper's a is taken.
-DeepSeek-V4 gives F to Muon. Here F of all sites is one tensor, which Adam updates; nothing decays.
+Where paper and code differ: the paper takes exp, and then columns before rows, 20 times.
+DeepSeek-V4's code (in transformers) is taken, which does the above, with ε = 1e-6. Both come
+to the same matrix. The paper does not say how the streams are joined; the head is V4's. The
+starts of F and b are not published: those of transformers, whose scales start at one, a
+placeholder of code without training; the paper's a is taken. DeepSeek-V4 gives F to Muon. Here
+F of all sites is one tensor, which Adam updates; nothing decays.
 
-With K = n² + 2n, costs M(K·n·d + K + 3) + n²d + n + 1 parameters and M(K·n·d + K·d) + n²d + n·d multiply-adds a
-token; the last n²d + n + 1 and n²d + n·d are the learned head's. A state holds n + 1 vectors of width d and n
-numbers. Sinkhorn's iterates, 2·iterations matrices n × n a site and token, are not kept for the backward pass but
-made again.
+With K = n² + 2n, costs M(K·n·d + K + 3) + n²d + n + 1 parameters and M(K·n·d + K·d) + n²d +
+n·d multiply-adds a token; the last n²d + n + 1 and n²d + n·d are the learned head's. A state
+holds n + 1 vectors of width d and n numbers. Sinkhorn's iterates, 2·iterations matrices n × n
+a site and token, are not kept for the backward pass but made again.
 """
 
 from __future__ import annotations
@@ -117,7 +119,7 @@ class ManifoldConstrained(Streams):
         given = (logits, self.options.iterations, self.options.eps)
         if not torch.is_grad_enabled():
             return sinkhorn(*given)
-        return checkpoint(sinkhorn, *given, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+        return checkpoint(sinkhorn, *given, use_reentrant=False, preserve_rng_state=False)
 
     def joined(self, streams: Sequence[Tensor]) -> Tensor:
         if self.options.head is Head.sum:

@@ -1,18 +1,22 @@
-"""PostNorm: the stream is normalised after every sub-layer, as in the first transformer; and DeepNorm.
+"""PostNorm: the stream is normalised after every sub-layer, as in the first transformer; and
+DeepNorm.
 
-Vaswani et al., "Attention Is All You Need" (arXiv 1706.03762); Wang et al., "DeepNet: Scaling Transformers to 1,000
-Layers" (arXiv 2203.00555). With s_0 = RMSNorm(o_0), sub-layer t = 1 … M reads s_{t−1} as it is, and
+Vaswani et al., "Attention Is All You Need" (arXiv 1706.03762); Wang et al., "DeepNet: Scaling
+Transformers to 1,000 Layers" (arXiv 2203.00555). With s_0 = RMSNorm(o_0), sub-layer t = 1 … M
+reads s_{t−1} as it is, and
 
     s_t = RMSNorm(g·s_{t−1} + o_t)          the head reads RMSNorm(s_M)
 
 g is `branch`: 1 for PostNorm, (2L)^¼ for the DeepNorm of a decoder.
 
-Start: "other"; a normalised stream cannot begin as its baseline. DeepNorm also multiplies the initial output
-projections, values and MLPs by (8L)^−¼; here the body's start is left alone, and `model.init_std` changes all of it.
-The papers normalise by LayerNorm with gain and bias, and give o_0 to the first sub-layer as it is; here every read is
-normalised, as the body promises, and the norm is the body's. Needs a learning rate of 3e-4 or less.
+Start: "other"; a normalised stream cannot begin as its baseline. DeepNorm also multiplies the
+initial output projections, values and MLPs by (8L)^−¼; here the body's start is left alone,
+and `model.init_std` changes all of it. The papers normalise by LayerNorm with gain and bias,
+and give o_0 to the first sub-layer as it is; here every read is normalised, as the body
+promises, and the norm is the body's. Needs a learning rate of 3e-4 or less.
 
-Costs no parameters, and nothing; DeepNorm Md multiply-adds a token. A state holds one vector of width d.
+Costs no parameters, and nothing; DeepNorm Md multiply-adds a token. A state holds one vector
+of width d.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What each residual path costs at the shape of the low-rank paper: added parameters and multiply-adds a token."""
+"""What each residual path costs at the shape of the low-rank paper: added parameters and
+multiply-adds a token."""
 
 import pytest
 

@@ -1,10 +1,12 @@
-"""The paths of several streams, and of one stream that is more than a sum, against loops over numbers.
+"""The paths of several streams, and of one stream that is more than a sum, against loops over
+numbers.
 
-Each loop is its path's equations for one token, in float64 and numpy, written here again: (embedding and
-outputs, parameters, settings) -> h of every site before its norm.
+Each loop is its path's equations for one token, in float64 and numpy, written here again:
+(embedding and outputs, parameters, settings) -> h of every site before its norm.
 """
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -224,6 +226,24 @@ def test_streams_start_as_the_baseline_to_the_last_bit(residual: str, options: d
     assert torch.equal(last, options.get("n", 1) * plain[-1])
 
 
+def test_starts_that_the_first_reads_do_not_show() -> None:
+    """Equal streams hide which one a site reads, and a zero map hides what it is multiplied with."""
+    streams = built("hc", drawn=False, n=4)
+    reads = streams.static_alpha[:, :, 0].argmax(-1)
+    assert reads.tolist() == [0, 1, 2, 3, 0, 1]
+    assert streams.scale_alpha.tolist() == streams.scale_beta.tolist() == [0.01] * 6
+    low = built("laurel", 3, drawn=False, parts="rw+pa", back=4)
+    assert torch.equal(low.past, torch.full_like(low.past, 0.25))
+    for matrix in low.down:
+        for row, column in itertools.product(range(3), range(DIM)):
+            there = 1 / math.sqrt(3 * DIM) if column % 3 == row else 0
+            assert matrix[row, column].item() == pytest.approx(there, rel=1e-6)
+    gates = built("highway", drawn=False)
+    assert gates.gate_bias.unique().tolist() == [-2]
+    for path, name in ((gates, "gate"), (built("mhc", drawn=False), "projection")):
+        assert path.get_parameter(name).std().item() == pytest.approx(0.02, rel=0.25)
+
+
 @pytest.mark.parametrize("dynamic", [True, False])
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_altup_starts_as_the_baseline_but_for_rounding(n: int, dynamic: bool) -> None:
@@ -235,7 +255,7 @@ def test_altup_starts_as_the_baseline_but_for_rounding(n: int, dynamic: bool) ->
 
 @pytest.mark.parametrize(("drawn", "rtol"), [(False, 1e-4), (True, 5e-3)])
 def test_mhc_starts_near_half_of_n_times_the_baseline(drawn: bool, rtol: float) -> None:
-    """Without its projections to what epsilon takes from each column sum; with them a little less near."""
+    """Without projections to what epsilon takes of each column sum; with them less near."""
     path, outputs = built("mhc", drawn=False), written()
     if not drawn:
         nn.init.zeros_(path.projection), nn.init.zeros_(path.head_projection)
@@ -266,7 +286,7 @@ def test_a_fraction_takes_of_each_fraction_what_its_marks_say(dynamic: bool) -> 
     "residual", ["hc", "mhc", "frac", "laurel", "postnorm", "highway", "altup"]
 )
 def test_bfloat16_rounds_streams_and_nothing_else(residual: str) -> None:
-    """A state is in the model's type, and a read no further from float32 than a few roundings of its streams."""
+    """A state is in the model's type, and a read is few roundings of streams from float32."""
     path = built(residual, 3, drawn=False).float()
     outputs = [output.bfloat16() for output in written(64)]
     exact = hiddens(path, [output.float() for output in outputs])
