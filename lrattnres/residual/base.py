@@ -38,6 +38,7 @@ from torch import Tensor, nn
 
 from lrattnres.config import ConfigError, DepthConfig, ModelConfig
 from lrattnres.config.schema import parse_options
+from lrattnres.config.schema import plain as plain_values
 from lrattnres.kernels.backends import DepthKernels
 from lrattnres.kernels.reference import rms_norm
 
@@ -125,10 +126,10 @@ class ResidualPath(nn.Module):
     Options: ClassVar[type] = NoOptions
     uses: ClassVar[frozenset[str]] = frozenset()
     start: ClassVar[str] = "other"
-    linear: ClassVar[bool] = True
     plain: ClassVar[bool] = False
     attends: ClassVar[bool] = False
     keeps: ClassVar[bool] = False
+    linear: bool = True
     emit_dim: int = 0
     heads: int = 1
 
@@ -235,7 +236,7 @@ class ResidualPath(nn.Module):
         So one command can sweep over paths that have different settings.
         """
         meaning = f"has no meaning for model.residual={config.residual}: recorded as"
-        gone: dict[str, Any] = {"path": dataclasses.asdict(cls.options_of(config))}
+        gone: dict[str, Any] = {"path": plain_values(cls.options_of(config))}
         notes = []
         for name, nothing in {"rank": None, "blocks": None, "routing": None, "gate": False}.items():
             if name not in cls.uses and getattr(config, name) is not nothing:
@@ -269,7 +270,7 @@ class ResidualPath(nn.Module):
     @classmethod
     def description(cls, config: ModelConfig) -> str:
         """The path and its settings in words."""
-        options = dataclasses.asdict(cls.options_of(config))
+        options = plain_values(cls.options_of(config))
         return ", ".join([config.residual, *(f"{name}={value}" for name, value in options.items())])
 
 
