@@ -98,7 +98,26 @@ def denseformer_averages(config: ModelConfig) -> dict[str, int]:
 
 
 # Signs of one path alone, computed here from the settings. Options are known by their names.
-SIGNS = {"denseformer": denseformer_averages}
+def laurel_parts(config: ModelConfig) -> dict[str, int]:
+    parts = config.path.get("parts", "rw+lr").split("+")
+    back = config.path.get("back", 3) if "pa" in parts else 0
+    rank = (config.rank or 32) if {"lr", "pa"} & set(parts) else 0
+    past = sum(min(back, site) for site in range(1, 2 * config.layers + 1))
+    return {"rw": "rw" in parts, "R": rank, "B": back, "P": past}
+
+
+SIGNS = {
+    "denseformer": denseformer_averages,
+    "laurel": laurel_parts,
+    "mhc": lambda config: {
+        "N": (n := config.path.get("n", 4)) ** 2 + 2 * n,
+        "H": config.path.get("head", "learned") == "learned",
+    },
+    "postnorm": lambda config: {"G": config.path.get("branch", 1) != 1},
+    "highway": lambda config: {
+        "W": config.dim if config.path.get("gate") == "vector" else 1,
+    },
+}
 
 
 def paper(settings: str) -> ModelConfig:

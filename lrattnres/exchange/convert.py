@@ -15,6 +15,7 @@ does with them is done, and said; or the model is refused, by the names of the f
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -119,11 +120,30 @@ def _given(source: Path) -> Given:
     return _given_ours(source, read) if "lrattnres" in tree else _given_pretrained(tree, read)
 
 
+def _trained(model: ModelConfig, weights: Mapping[str, Callable[[], Tensor]]) -> bool:
+    """Whether the residual path is no longer as it started, so that it cannot be left out.
+
+    What starts at random cannot be compared; whatever is trained moves something that does not.
+    """
+    for name, role in path_of(model).roles(model).items():
+        pattern = re.compile(re.escape(f"router.{name}").replace(r"\*", r"\d+"))
+        for own in filter(pattern.fullmatch, weights):
+            value = weights[own]()
+            if callable(role.start):
+                starts = [
+                    role.start(value.shape, torch.Generator().manual_seed(seed)) for seed in (0, 1)
+                ]
+            else:
+                starts = [torch.full_like(value, role.start)] * 2
+            if torch.equal(*starts) and not torch.equal(value, starts[0].to(value.dtype)):
+                return True
+    return False
+
+
 def _given_ours(source: Path, read: Weights) -> Given:
     exported = read_exported(source)
     names = {name.removeprefix("model."): name for name in read.files}
-    learned = names.get("router.gates") or names.get("router.queries")
-    if learned and read(learned).any():
+    if _trained(exported.model, {own: partial(read, there) for own, there in names.items()}):
         raise FolderError(
             f"from={source}: its reads were trained, and a new residual path begins without them, "
             "as another model; write a folder with model.residual=baseline, or one not trained "

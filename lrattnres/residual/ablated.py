@@ -67,7 +67,6 @@ class Ablated(AttentionResiduals):
         self.scoring = Scoring(depth.key_norm, depth.heads)
         self.block_scale = BLOCK_SCALES[depth.block_scale]
         self.logit_scale = LOGIT_SCALES[depth.logit_scale](rank // depth.heads)
-        self.streams = self.streams or plan.states or config.gate
         if not plan.embedding and not plan.states:
             self.embedding_key = None  # nobody reads the embedding, so nobody needs its key
 
@@ -148,6 +147,10 @@ class Ablated(AttentionResiduals):
         mixture = mixture.to(state.stream.dtype)
         step = mixture - state.stream if self.replaces else mixture
         return state.stream + self.gates[site - 1].to(mixture.dtype) * step
+
+    @classmethod
+    def streams(cls, config: ModelConfig) -> bool:
+        return super().streams(config) or plan_of(config).states or config.gate
 
     @classmethod
     def roles(cls, config: ModelConfig) -> dict[str, Role]:

@@ -66,12 +66,12 @@ class AttentionResiduals(ResidualPath):
         self.rank = self.rule.rank(config.rank, config.dim)
         self.emit_dim = self.rank if self.rule.emits else 0
         self.replaces = (config.routing or self.published) is Routing.replace
-        self.streams = not self.replaces  # whether a read needs the plain stream too
+        self.keeps_stream = type(self).streams(config)
         self.queries = nn.Parameter(torch.zeros(self.plan.sublayers, self.rank))
         self.embedding_key = nn.Linear(self.dim, self.rank, bias=False) if self.emit_dim else None
 
     def begin(self, embedding: Tensor) -> State:
-        state = State((), None, embedding if self.streams else None)
+        state = State((), None, embedding if self.keeps_stream else None)
         return self.received(state, 0, self.first(embedding))
 
     def first(self, embedding: Tensor) -> Source:
@@ -152,6 +152,11 @@ class AttentionResiduals(ResidualPath):
         return together(cls)(config, kernels)  # type: ignore[arg-type]
 
     @classmethod
+    def streams(cls, config: ModelConfig) -> bool:
+        """Whether a read needs the plain stream too."""
+        return (config.routing or cls.published) is Routing.add
+
+    @classmethod
     def roles(cls, config: ModelConfig) -> dict[str, Role]:
         roles = {"queries": Role("adam", False, 0.0)}
         if cls.rule.emits:
@@ -168,7 +173,7 @@ class AttentionResiduals(ResidualPath):
             parameters=rows + plan.sublayers * rank,
             mixing=(dim + rank) * plan.reads,
             projections=rows,
-            carried=plan.retained * (dim + rank * cls.rule.emits),
+            carried=plan.retained * (dim + rank * cls.rule.emits) + cls.streams(config) * dim,
         )
 
     @classmethod

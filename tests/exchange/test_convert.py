@@ -173,9 +173,13 @@ def test_what_cannot_be_converted_is_named_and_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_trained_reads_are_not_thrown_away(models, tmp_path: Path) -> None:
-    routed = converted(models["llama"][0], tmp_path / "first", "model.residual=delta")
-    routed.router.queries.data[2, 3] = 0.1
+@pytest.mark.parametrize(
+    ("residual", "name"), [("delta", "queries"), ("denseformer", "alpha.2"), ("hc", "static_beta")]
+)
+def test_trained_reads_are_not_thrown_away(models, tmp_path: Path, residual, name) -> None:
+    routed = converted(models["llama"][0], tmp_path / "first", f"model.residual={residual}")
+    converted(tmp_path / "first", tmp_path / "again", "model.residual=attn_res")
+    routed.router.get_parameter(name).data.view(-1)[1] = 0.1
     weights = {name: tensor.contiguous() for name, tensor in routed.state_dict().items()}
     safetensors.torch.save_file(weights, tmp_path / "first" / "model.safetensors", {"format": "pt"})
     with pytest.raises(FolderError, match="its reads were trained"):

@@ -70,7 +70,7 @@ def test_rows_of_table_3(blocks: int | None, reads: int, retained: int) -> None:
     for residual, rank, kernel, projection, cache, parameters in (
         ("baseline", None, 0, 0, 1024, 0),
         ("attn_res", None, 2 * 1024 * reads, 0, 1024 * retained, 48 * 1024),
-        ("delta", None, 2 * 1024 * reads, 0, 1024 * retained, 48 * 1024),
+        ("delta", None, 2 * 1024 * reads, 0, 1024 * (retained + 1), 48 * 1024),
         ("s_lr", 64, (1024 + 64) * reads, 0, 1024 * retained, 48 * 64),
         ("p_lr", 64, (1024 + 64) * reads, rows, (1024 + 64) * retained, rows + 48 * 64),
     ):

@@ -20,9 +20,11 @@ TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]])
 every_path = pytest.mark.parametrize("residual", list(paths()))
 
 
-def model_of(residual: str, *, drawn: bool = True, blocks: int | None = 3) -> Transformer:
+def model_of(
+    residual: str, *, drawn: bool = True, blocks: int | None = 3, layers: int = 3
+) -> Transformer:
     """A small model in float64; drawn: with every parameter of the path away from its start."""
-    config = config_of(residual, blocks, layers=3)
+    config = config_of(residual, blocks, layers=layers)
     config = path_of(config).settled(config)[0]
     model = Transformer(config).double()
     model.dtype = torch.float64
@@ -194,7 +196,7 @@ def test_cost_is_what_is_there(residual: str, blocks: int | None) -> None:
 
 @every_path
 def test_it_compiles_into_one_graph(residual: str) -> None:
-    model = model_of(residual)
+    model = model_of(residual, blocks=2, layers=1)
     expected = logits_of(model)
     torch._dynamo.reset()
     model.compile(fullgraph=True, backend="aot_eager")

@@ -67,14 +67,14 @@ class ReadTogether(AttentionResiduals):
             )
         self.kernels = kernels
         # A kernel can return RMSNorm(h) where h is the mixture; its epsilon is that of the keys.
-        self.normalizes = not self.streams and self.eps == EPSILON
+        self.normalizes = not self.keeps_stream and self.eps == EPSILON
         if starts is None:
             best = kernels.grouped
             starts = cheapest(self.plan, self.rank / self.dim) if best else single(self.plan)
         self.steps = steps(self.plan, tuple(starts))
 
     def begin(self, embedding: Tensor) -> State:  # type: ignore[override]
-        state = State((), None, embedding if self.streams else None, None, ())
+        state = State((), None, embedding if self.keeps_stream else None, None, ())
         return self.received(state, 0, self.first(embedding))
 
     def received(self, state: State, site: int, newest: Source) -> State:  # type: ignore[override]
