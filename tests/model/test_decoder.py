@@ -43,15 +43,17 @@ ROUTINGS = [(name, None) for name in paths()] + [("s_lr", Routing.add), ("p_lr",
 def test_token_by_token_equals_the_whole_window(
     tiny_model_config, residual, routing, blocks, two_phase
 ) -> None:
-    model = make(
-        tiny_model_config(residual=residual, routing=routing, blocks=blocks, layers=5, context=24)
+    """In float64: some paths amplify the rounding of float32 beyond any tolerance of use."""
+    config = tiny_model_config(
+        residual=residual, routing=routing, blocks=blocks, layers=5, context=24
     )
+    model = make(config, torch.float64).double()
     decoder, tokens = Decoder(model, SEPARATOR, two_phase=two_phase), drawn(3, 24)
     cache = decoder.cache(3)
     found = torch.cat(
         [decoder.head(decoder.feed(cache, column)) for column in tokens.split(1, dim=1)], dim=1
     )
-    torch.testing.assert_close(found, whole(model, tokens), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, whole(model, tokens), rtol=1e-8, atol=1e-9)
 
 
 @pytest.mark.parametrize(("residual", "blocks"), [("s_lr", 4), ("delta", None)])
