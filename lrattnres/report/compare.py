@@ -148,15 +148,15 @@ def compare(runs: list[Run]) -> tuple[list[Group], list[Run], list[str]]:
             groups.append(host)
         host.runs.append(run)
     groups.sort(key=lambda group: (-len(group.runs), group.runs[0].name))
-    faults: list[str] = []
+    errors: list[str] = []
     for number, group in enumerate(groups):
         group.name = _letters(number)
-        faults += _fill(group)
+        errors += _fill(group)
         if number:
             group.notes.append(
                 f"Not in one table with group A, because {'; '.join(_differences(groups[0], group))}."
             )
-    return groups, unfinished, faults
+    return groups, unfinished, errors
 
 
 def conditions_of(run: Run) -> dict[str, Any]:
@@ -213,7 +213,7 @@ def _host(run: Run, groups: list[Group]) -> Group | None:
 
 def _fill(group: Group) -> list[str]:
     """Makes the entries of a group; returns what was left out of them."""
-    faults: list[str] = []
+    errors: list[str] = []
     by_choice: dict[Choice, dict[int, Run]] = {}
     for run in sorted(group.runs, key=lambda run: run.name):
         first = by_choice.setdefault(choice_of(run), {}).setdefault(run.seed, run)
@@ -223,7 +223,7 @@ def _fill(group: Group) -> list[str]:
                 if first.val_loss == run.val_loss
                 else f"loss {run.val_loss} against {first.val_loss}"
             )
-            faults.append(
+            errors.append(
                 f"{run.name}: not counted: same settings and seed as {first.name} ({same})"
             )
             group.runs.remove(run)
@@ -241,7 +241,7 @@ def _fill(group: Group) -> list[str]:
     group.entries.sort(
         key=lambda entry: (entry.row.row if entry.row else "~", *_order(entry.choice))
     )
-    return faults
+    return errors
 
 
 def _order(choice: Choice) -> tuple[Any, ...]:

@@ -63,12 +63,12 @@ def _text(config: InspectConfig, source: TextIO) -> str:
             text = source.read() if config.text == "-" else config.text
         assert text is not None  # `checked` has seen that one of the two is there
         text.encode("utf-8")
-    except UnicodeError as fault:
+    except UnicodeError as error:
         raise ConfigError(
-            [f"text: not UTF-8: {fault}; convert it first, with iconv for example"]
-        ) from fault
-    except OSError as fault:
-        raise ConfigError([f"file={config.file}: cannot be read: {fault.strerror}"]) from fault
+            [f"text: not UTF-8: {error}; convert it first, with iconv for example"]
+        ) from error
+    except OSError as error:
+        raise ConfigError([f"file={config.file}: cannot be read: {error.strerror}"]) from error
     return text
 
 
@@ -83,21 +83,21 @@ def _checked(config: InspectConfig, run: Loaded, tokens: int) -> list[int]:
         )
     words = config.sites.split(",") if config.sites is not None else []
     names = {str(site): site for site in range(2, last + 1)} | {"head": last}
-    faults = [
+    errors = [
         f"sites={config.sites}: {word!r} must be 2 to {last - 1}, the sub-layer that a site feeds, or head"
         for word in words
         if word.strip() not in names
     ]
     if tokens > model.context:
-        faults.append(
+        errors.append(
             f"text: {tokens} tokens, the end-of-text in front included, are more than the context of {model.context}"
         )
     if config.first >= tokens:
-        faults.append(
+        errors.append(
             f"first={config.first}: the text has {tokens} tokens; write 0 to {tokens - 1}"
         )
-    if faults:
-        raise ConfigError(faults)
+    if errors:
+        raise ConfigError(errors)
     chosen = {names[word.strip()] for word in words}
     return sorted(chosen or {2 + round(step * (last - 2) / (PANELS - 1)) for step in range(PANELS)})
 

@@ -50,9 +50,9 @@ def _no_figures_left():
 
 
 def groups_of(*folders: Path):
-    runs, faults = find_runs(list(folders))
+    runs, errors = find_runs(list(folders))
     groups, unfinished, duplicates = compare(runs)
-    return groups, unfinished, faults + duplicates
+    return groups, unfinished, errors + duplicates
 
 
 def cells(table, row: str) -> dict[str, str]:
@@ -68,9 +68,9 @@ def test_table_1_is_what_a_pocket_calculator_says(tmp_path: Path) -> None:
         run_folder(tmp_path / f"sliced{seed}", loss, seed=seed, **routed("s_lr", 4))
     run_folder(tmp_path / "projected0", 1.8, seed=0, **routed("p_lr", 1))
     run_folder(tmp_path / "projected7", 9.0, seed=7, **routed("p_lr", 1))
-    (group,), unfinished, faults = groups_of(tmp_path)
+    (group,), unfinished, errors = groups_of(tmp_path)
     table = table1(group)
-    assert table is not None and unfinished == faults == []
+    assert table is not None and unfinished == errors == []
     base, sliced, projected, lacking = (cells(table, row) for row in ("01", "14", "06", "08"))
     assert (base["our loss"], base["our spread"], base["our seeds"]) == (
         "2.1000",
@@ -138,14 +138,14 @@ def test_runs_outside_the_20_rows_have_a_table_of_their_own(tmp_path: Path) -> N
     run_folder(
         tmp_path / "f", 1.9, **routed("s_lr", 4, 2 * LAYERS), seed=1
     )  # N = 2L is full: row 14 again
-    (group,), _, faults = groups_of(tmp_path)
+    (group,), _, errors = groups_of(tmp_path)
     table = other_runs(group)
     assert [row[0] for row in table.rows] == [
         "s_lr full r=4 add",
         "s_lr full r=4 new_idea=(1, 2)",
         "delta full",
     ]
-    assert cells(table, "delta full")["difference"] == "-0.5000" and faults == []
+    assert cells(table, "delta full")["difference"] == "-0.5000" and errors == []
     assert cells(table1(group), "14")["our loss"] == "1.8500"
 
 
@@ -188,9 +188,9 @@ def test_runs_that_cannot_be_compared_are_in_groups_that_say_why(tmp_path: Path)
         records(None)[1] | {"val_loss": 1.0},
     ]  # after step 2 of 4, which is no result
     run_folder(tmp_path / "stopped", None, lines=evaluated)
-    groups, unfinished, faults = groups_of(tmp_path)
+    groups, unfinished, errors = groups_of(tmp_path)
     names = {frozenset(run.name for run in group.runs): " ".join(group.notes) for group in groups}
-    assert names.pop(frozenset({"same", "sliced", "moved"})) == "" and faults == []
+    assert names.pop(frozenset({"same", "sliced", "moved"})) == "" and errors == []
     reasons = {
         "longer": "steps is 8 here and 4 there",
         "wider": "model.dim is 32 here and 64 there",
@@ -241,9 +241,9 @@ def test_a_second_run_of_the_same_settings_and_seed_is_named_and_not_counted(
     run_folder(tmp_path / "a", 2.0)
     run_folder(tmp_path / "b", 2.0)
     run_folder(tmp_path / "c", 3.0, device="cuda")
-    (group,), _, faults = groups_of(tmp_path, tmp_path / "a")  # given twice, read once
+    (group,), _, errors = groups_of(tmp_path, tmp_path / "a")  # given twice, read once
     assert cells(table1(group), "01")["our loss"] == "2.0000"
-    assert faults == [
+    assert errors == [
         "b: not counted: same settings and seed as a (the same loss)",
         "c: not counted: same settings and seed as a (loss 3.0 against 2.0)",
     ]
@@ -269,8 +269,8 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
         json.dumps({"state": "refused", "fault": "model.rank=9: too large"})
     )
     (tmp_path / "empty").mkdir()
-    (group,), _, faults = groups_of(tmp_path, tmp_path / "nowhere", tmp_path / "empty")
-    text = "\n".join(faults)
+    (group,), _, errors = groups_of(tmp_path, tmp_path / "nowhere", tmp_path / "empty")
+    text = "\n".join(errors)
     for part in (
         "torn: left out: config.yaml lacks steps, global_batch",
         "wild: left out: config.yaml cannot be read",
@@ -355,10 +355,10 @@ def test_the_page_stands_alone_and_is_the_same_wherever_the_runs_lie(tmp_path: P
     run_folder(here / "c|d", 1.9, **routed("s_lr", 4))
     run_folder(here / "torn").joinpath("config.yaml").write_text("")
     shutil.copytree(here, there)
-    faults = build_report([here], tmp_path / "one")
+    errors = build_report([here], tmp_path / "one")
     assert (
         build_report([there / "torn", there / "c|d", there / "a<b>"], tmp_path / "two")
-        == faults
+        == errors
         != []
     )
     files = sorted(
@@ -387,7 +387,7 @@ def test_the_page_stands_alone_and_is_the_same_wherever_the_runs_lie(tmp_path: P
     assert (
         "a&lt;b&gt;" in html
         and str(tmp_path) not in html
-        and all(fault in html for fault in faults)
+        and all(error in html for error in errors)
     )
     markdown = (tmp_path / "one" / "report.md").read_text()
     assert all(row.added_flops_percent in markdown for row in TABLE1) and "c\\|d" in markdown
@@ -438,9 +438,9 @@ def test_what_training_writes_is_read_as_it_is(tmp_path: Path) -> None:
         metrics.write(record)
     folder.finish({"step": STEPS, "val_loss": 2.5})
     folder.close()
-    ((run,), faults) = find_runs([tmp_path])
+    ((run,), errors) = find_runs([tmp_path])
     assert (
-        faults == []
+        errors == []
         and run.val_loss == 2.5
         and run.tokens == 128
         and run.identity == {"corpus": "abc"}
@@ -467,8 +467,8 @@ def test_what_evaluation_writes_is_read_as_it_is(
     found = diagnose(model, [torch.randint(1, 31, (2, 13))], 0, documents=False)
     folder = RunFolder(run_folder(tmp_path / "a", 2.0, **routed(residual, 1, 2)))
     Evaluation(folder, STEPS, True, {}, found).write()
-    ((run,), faults) = find_runs([tmp_path])
-    assert faults == [] and run.diagnostics == found | {"of": "held-out tokens at step 4"}
+    ((run,), errors) = find_runs([tmp_path])
+    assert errors == [] and run.diagnostics == found | {"of": "held-out tokens at step 4"}
     (group,) = compare([run])[0]
     # Zero queries: every read is the mean of its sources, of which site 5 has three: the embedding and two blocks.
     assert {row[1:3]: row[3] for picture in heatmaps(group) for row in picture.rows}.get(
