@@ -19,7 +19,7 @@ from lrattnres.report.figures import (
     loss_curves,
     loss_differences,
 )
-from lrattnres.report.heatmaps import heatmaps
+from lrattnres.report.heatmaps import coefficient_maps, heatmaps
 from lrattnres.report.measured import sharpness, speed
 from lrattnres.report.page import Part, Section, html_page, markdown_page
 from lrattnres.report.read import ReportError, Run, find_runs
@@ -74,9 +74,10 @@ def _section(group: Group) -> Section:
         loss_curves(group),
         loss_differences(group),
     )
-    sites: Sequence[Picture | None] = (
+    sites: Sequence[Part | None] = (
         effective_sources(group),
         *heatmaps(group),
+        coefficient_maps(group),
         largest_weights(group),
     )
     parts: list[Part] = [_description(group) + ".", *([group.notes] if group.notes else [])]

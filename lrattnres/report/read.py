@@ -264,13 +264,16 @@ def _diagnostics(
 
 
 def _whole(diagnostics: Mapping[str, Any], sites: int) -> bool:
-    """Whether every list that is shown has an entry for each site, and mean α one for each source."""
-    names = ("effective_sources", "largest_weight", "mean_weight", "sources")
-    lists = [diagnostics[name] for name in names if name in diagnostics]
+    """Whether the lists that are shown have an entry for each site, and for each thing it reads."""
+    names = ("effective_sources", "largest_weight", "mean_weight", "sources", "coefficients")
+    lists = [diagnostics[name] for name in names if diagnostics.get(name) is not None]
     if not lists or any(not isinstance(values, list) or len(values) != sites for values in lists):
         return False
     pairs = zip(diagnostics.get("mean_weight", ()), diagnostics.get("sources", ()), strict=False)
-    return all(means is None or len(means) == len(labels) for means, labels in pairs)
+    triangle = enumerate(diagnostics.get("coefficients") or (), start=1)
+    return all(means is None or len(means) == len(labels) for means, labels in pairs) and all(
+        isinstance(row, list) and len(row) == site for site, row in triangle
+    )
 
 
 def _name(path: Path) -> str:
