@@ -25,10 +25,10 @@ def read_history(path: Path) -> list[dict[str, Any]]:
         raise HistoryError(f"no {', '.join(HISTORIES)}")
     try:
         records = HISTORIES[file.name](file)
-    except (MetricsError, OSError, ValueError, csv.Error) as fault:
+    except (MetricsError, OSError, ValueError, csv.Error) as error:
         raise HistoryError(
-            f"{file.name} cannot be read: {str(fault).replace(str(file), file.name)}"
-        ) from fault
+            f"{file.name} cannot be read: {str(error).replace(str(file), file.name)}"
+        ) from error
     by_step: dict[int, dict[str, Any]] = {}
     for number, record in enumerate(records, start=1):
         step = record.get("step")
