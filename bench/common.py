@@ -1,4 +1,6 @@
-"""What the measuring scripts share: timing, and running from a bare checkout with nothing installed but torch and Triton."""
+"""What the measuring scripts share: timing, and running from a bare checkout with nothing installed
+but torch and Triton.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def seconds(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def copy_rate(device: torch.device) -> float:
-    """Bytes a second of a large copy, reads and writes counted: what a kernel bound by memory could reach here."""
+    """Bytes a second of a large copy, reads and writes counted: what a kernel bound by memory could
+    reach here.
+    """
     source = torch.empty(
         (2**30 if device.type == "cuda" else 2**27) // 2, dtype=torch.bfloat16, device=device
     )

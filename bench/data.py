@@ -1,9 +1,11 @@
-"""Measure every stage between a parquet file and the model: `python bench/data.py [--root DIR] [--rounds N]`.
+"""Measure every stage between a parquet file and the model: `python bench/data.py [--root DIR]
+[--rounds N]`.
 
-Without --root, the documentation strings of the installed Python are written as parquet in the paper's schema first.
-Rates are tokens of cl100k_base by the seconds that one thread had a core, medians over rounds that take the stages in turn.
-Each round also times tiktoken alone on the same documents. So they hold on a machine that has other things to do as well;
-only "tokenize to shards" and the training step are wall-clock.
+Without --root, the documentation strings of the installed Python are written as parquet in the
+paper's schema first. Rates are tokens of cl100k_base by the seconds that one thread had a core,
+medians over rounds that take the stages in turn. Each round also times tiktoken alone on the same
+documents. So they hold on a machine that has other things to do as well; only "tokenize to shards"
+and the training step are wall-clock.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ NAME = TokenizerName.cl100k_base
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds of this thread's own time on a core: what others do on the machine meanwhile hardly counts."""
+    """Seconds of this thread's own time on a core: what others do on the machine meanwhile hardly
+    counts.
+    """
     begin = time.thread_time()
     work()
     return time.thread_time() - begin

@@ -1,12 +1,14 @@
-"""Decoding with a cache against running the whole window again, and what depth reads cost of a step, alternating in one run.
+"""Decoding with a cache against running the whole window again, and what depth reads cost of a
+step, alternating in one run.
 
     python bench/generate.py --json found.json                 # on a CPU: 8 blocks of width 256
     python bench/generate.py --device cuda --shape paper --context 2048
 
-A round takes, for every model in turn: one step of the decoder at the end of a window of --context tokens, one pass over that
-window without a cache, the step's depth reads alone (everything that the router does in a step, with the sub-layers'
-outputs given), and those in two phases, by blocks. Shares and ratios are medians over the rounds of
-quotients inside a round, so they survive a busy machine; tokens/s do not. Weights are random: no figure depends on them.
+A round takes, for every model in turn: one step of the decoder at the end of a window of --context
+tokens, one pass over that window without a cache, the step's depth reads alone (everything that the
+router does in a step, with the sub-layers' outputs given), and those in two phases, by blocks.
+Shares and ratios are medians over the rounds of quotients inside a round, so they survive a busy
+machine; tokens/s do not. Weights are random: no figure depends on them.
 """
 
 from __future__ import annotations
@@ -89,7 +91,8 @@ class Subject:
         return logits
 
     def whole(self) -> Tensor:
-        """The same logits by a pass over the whole window, as decoding without a cache makes them."""
+        """The same logits by a pass over the whole window, as decoding without a cache makes them.
+        """
         return self.model(self.window, self.model.mask(None, *self.window.shape))[:, -1]
 
     def reads(self) -> Tensor:
@@ -111,7 +114,9 @@ class Subject:
 
 
 def warm_seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """One run right after another of the same: the caches hold what it needs, and not what was measured before it."""
+    """One run right after another of the same: the caches hold what it needs, and not what was
+    measured before it.
+    """
     call()
     return common.seconds(call, device)
 

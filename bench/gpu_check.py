@@ -1,11 +1,13 @@
-"""Everything about the kernels that only a GPU can say, in one command: are they right, and how fast are they.
+"""Everything about the kernels that only a GPU can say, in one command: are they right, and how
+fast are they.
 
     python bench/gpu_check.py --json gpu.json          (make gpu-check)
 
-Needs torch and Triton, nothing else; ends after about --budget seconds. TRITON_INTERPRET=1 and --rehearse go the same way on a
-CPU, with next to no tokens: whether the command would run, not how fast. First correctness on the device against float64;
-any error ends it with status 1. Then single operators (kernels.py), then training steps at the paper's shape
-(step.py), as many as the time allows. Prints tables, writes one JSON file.
+Needs torch and Triton, nothing else; ends after about --budget seconds. TRITON_INTERPRET=1 and
+--rehearse go the same way on a CPU, with next to no tokens: whether the command would run, not how
+fast. First correctness on the device against float64; any error ends it with status 1. Then single
+operators (kernels.py), then training steps at the paper's shape (step.py), as many as the time
+allows. Prints tables, writes one JSON file.
 """
 
 from __future__ import annotations
@@ -64,7 +66,9 @@ REHEARSAL = (
 
 
 def worst(found: list[Tensor], truths: list[Tensor]) -> float:
-    """The largest error relative to the norm; where the truth is nothing but rounding, there is none."""
+    """The largest error relative to the norm; where the truth is nothing but rounding, there is
+    none.
+    """
     pairs = [
         (x.double(), truth) for x, truth in zip(found, truths, strict=True) if truth.norm() > 1e-6
     ]
@@ -116,7 +120,9 @@ def path_error(name: str, blocks: int | None, dtype: torch.dtype) -> float:
 
 
 def correctness(budget: float) -> list[dict[str, Any]]:
-    """One record a case, until the time is up; each kernel is compiled anew, which is what takes the time."""
+    """One record a case, until the time is up; each kernel is compiled anew, which is what takes
+    the time.
+    """
     start = time.monotonic()
     records: list[dict[str, Any]] = []
     cases: list[tuple[str, torch.dtype, Any]] = []

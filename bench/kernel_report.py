@@ -1,9 +1,11 @@
-"""Registers, spills and instructions of every kernel a model would launch, compiled here for a GPU that need not be here.
+"""Registers, spills and instructions of every kernel a model would launch, compiled here for a GPU
+that need not be here.
 
     python bench/kernel_report.py --blocks 8 --rank 32 --capability 90 --json report.json
 
-One line an operator: what it owns, and for its three kernels registers, spilled bytes, shared memory, and warp
-instructions for each value-width (d two-byte values) that must be moved for a token.
+One line an operator: what it owns, and for its three kernels registers, spilled bytes, shared
+memory, and warp instructions for each value-width (d two-byte values) that must be moved for a
+token.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""The operators of depth attention one by one: time, bytes a second by the plan's own count, and their share of a copy.
+"""The operators of depth attention one by one: time, bytes a second by the plan's own count, and
+their share of a copy.
 
     python bench/kernels.py --blocks 8 --rank 32 --tokens 16384 --json kernels.json
 
-On a GPU (or interpreted, where only whether it runs is of interest): the forward and backward operator of every kind of
-site, and one plain read against plain torch, eager and compiled, and against what `rivals.py` knows and finds installed.
-On a CPU only the latter, without Triton. All rates count the bytes that our own operator must move.
+On a GPU (or interpreted, where only whether it runs is of interest): the forward and backward
+operator of every kind of site, and one plain read against plain torch, eager and compiled, and
+against what `rivals.py` knows and finds installed. On a CPU only the latter, without Triton. All
+rates count the bytes that our own operator must move.
 """
 
 from __future__ import annotations
@@ -69,7 +71,9 @@ def operator(step: Step, options: argparse.Namespace, rate: float) -> dict[str, 
 
 
 def plain_read(name: str, rank: int, options: argparse.Namespace, rate: float) -> dict[str, Any]:
-    """Forward and backward of one read of nine sources and its norm, as somebody's own model would do it."""
+    """Forward and backward of one read of nine sources and its norm, as somebody's own model would
+    do it.
+    """
     rival = rivals.RIVALS.get(name)
     device, dim, rank = (
         torch.device(options.device),
@@ -132,7 +136,8 @@ def main() -> None:
         "plain_read": [],
         "operators": [],
     }
-    # Ours with the rank that was asked for, and with keys of full width, which are all that some others know.
+    # Ours with the rank that was asked for, and with keys of full width, which are all that some
+    # others know.
     contestants = [
         (name, options.rank) for name in (("triton",) if able else ()) + ("compiled", "reference")
     ]

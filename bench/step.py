@@ -1,11 +1,13 @@
-"""A training step (forward, loss, backward) of every variant over the baseline's, alternating in one run.
+"""A training step (forward, loss, backward) of every variant over the baseline's, alternating in
+one run.
 
     python bench/step.py                            # on a CPU: 8 blocks of width 256
     python bench/step.py --device cuda --shape paper --compile regions
 
-Each round takes one step of every model in turn; a ratio is the median over rounds of variant / baseline. Time another
-program's absence too: ratios survive a busy machine, times do not. With --compile regions the baseline's addition and
-norm are still one compiled kernel, so that it is not made to look slow. Ends early, after whole rounds, at --budget seconds.
+Each round takes one step of every model in turn; a ratio is the median over rounds of variant /
+baseline. Time another program's absence too: ratios survive a busy machine, times do not. With
+--compile regions the baseline's addition and norm are still one compiled kernel, so that it is not
+made to look slow. Ends early, after whole rounds, at --budget seconds.
 """
 
 from __future__ import annotations

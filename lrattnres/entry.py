@@ -232,9 +232,9 @@ def started_from(values: dict[str, Any], overrides: Iterable[str]) -> dict[str, 
 def leave(run: Callable[[], bool]) -> None:
     """Runs to the end and exits.
 
-    0 finished, 2 refused before anything was done, 3 broken off (it diverged, a rank was lost, or the disk is full), 74
-    data became unreadable (saved), 75 stopped by a signal (saved, if there was anything to save). Anything else is an
-    error of ours, with its traceback, and 1.
+    0 finished, 2 refused before anything was done, 3 broken off (it diverged, a rank was lost, or
+    the disk is full), 74 data became unreadable (saved), 75 stopped by a signal (saved, if there
+    was anything to save). Anything else is an error of ours, with its traceback, and 1.
 
     Args:
         run: Returns False if a signal stopped it.
@@ -386,9 +386,11 @@ def of_paper(row: str, config: TrainConfig) -> str:
 
 
 def run_name(experiment: str, config: TrainConfig, overrides: Iterable[str]) -> str:
-    """The name of a run's folder: experiment, residual path, and every other choice of the command line, sorted.
+    """The name of a run's folder: experiment, residual path, and every other choice of the command
+    line, sorted.
 
-    Choices on which no result depends do not count, so that they can change when a run is continued.
+    Choices on which no result depends do not count, so that they can change when a run is
+    continued.
     """
     model = config.model
     parts = [experiment, model.residual, *path_of(model).label(model)]

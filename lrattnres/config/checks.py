@@ -98,7 +98,9 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
 def _matched(
     config: TrainConfig, given: ModelConfig, notes: list[str]
 ) -> tuple[TrainConfig, list[str]]:
-    """With one number changed, after which everything is checked once more. `given` has what the other run may need."""
+    """With one number changed, after which everything is checked once more. `given` has what the
+    other run may need.
+    """
     try:
         found, note = matched(config, given)
     except ValueError as error:

@@ -1,4 +1,6 @@
-"""Headerless token files, as the released code of the papers writes them: uint32 tokens and nothing else."""
+"""Headerless token files, as the released code of the papers writes them: uint32 tokens and nothing
+else.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The documentation of the installed Python and torch as a corpus: a few megabytes of English that need no download."""
+"""The documentation of the installed Python and torch as a corpus: a few megabytes of English that
+need no download.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from pathlib import Path
 from lrattnres.data.errors import DataError
 from lrattnres.data.text import clean, content_hash
 
-# Characters. At 200, with Python 3.11 and torch 2.13, about 8,500 documents and 6.0 MB remain of 22,000 and 7.3 MB.
+# Characters. At 200, with Python 3.11 and torch 2.13, about 8,500 documents and 6.0 MB remain of
+# 22,000 and 7.3 MB.
 SHORTEST = 200
 # Tests hold files that are broken on purpose, and other packages must not change the corpus.
 _LEFT_OUT = {"test", "tests", "idle_test", "testing", "site-packages", "dist-packages"}
@@ -29,9 +32,11 @@ def installed_sources() -> list[Path]:
 
 
 def read_docstrings(folders: Sequence[Path]) -> Iterator[str]:
-    """Docstrings of at least SHORTEST characters, indentation removed, each text once, in order of the files' paths.
+    """Docstrings of at least SHORTEST characters, indentation removed, each text once, in order of
+    the files' paths.
 
-    A file that this Python cannot parse is named in a warning. The texts that torch attaches with `add_docstr` are
+    A file that this Python cannot parse is named in a warning. The texts that torch attaches with
+    `add_docstr` are
     left out: most are templates whose placeholders are filled in when torch is imported.
     """
     seen = set()

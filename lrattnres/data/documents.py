@@ -1,8 +1,8 @@
 """What the order of training stands on: documents in groups, and which of them are held out.
 
 A corpus tells how many rows each of its groups has without reading one. A row is a document, or it
-is skipped: an empty or null text, a score below the threshold, a later copy. Skipped rows keep their
-place, so that the order does not depend on what is left out.
+is skipped: an empty or null text, a score below the threshold, a later copy. Skipped rows keep
+their place, so that the order does not depend on what is left out.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Corpus(Protocol):
     Attributes:
         rows: int64 [groups], the rows of each group.
         sizes: int64 [groups], bytes of text in each group.
-        streamed: whether reading a group takes time and memory: it is then read by few, and what was
+        streamed: whether reading a group takes time and memory: it is then read by few, and what
+            was
             searched for in it is kept.
     """
 

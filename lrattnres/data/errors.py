@@ -2,7 +2,9 @@
 
 
 class DataError(Exception):
-    """A corpus or tokenizer that cannot be used exactly as asked. The message names the file or key and the remedy."""
+    """A corpus or tokenizer that cannot be used exactly as asked. The message names the file or key
+    and the remedy.
+    """
 
 
 class UnreadableError(DataError):

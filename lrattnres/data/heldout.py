@@ -66,8 +66,8 @@ def held_out_windows(
 ) -> Iterator[torch.Tensor]:
     """Documents packed in the given order, with stride `context`.
 
-    There are exactly min(tokens, available) targets in all, for any `batch`; unused positions at the
-    end of the last window hold IGNORE. Warns if there are fewer than `tokens`.
+    There are exactly min(tokens, available) targets in all, for any `batch`; unused positions at
+    the end of the last window hold IGNORE. Warns if there are fewer than `tokens`.
 
     Args:
         parts: the tokens of each document.

@@ -1,4 +1,6 @@
-"""The order of training: which rows of which groups a stream reads in an epoch, without reading any."""
+"""The order of training: which rows of which groups a stream reads in an epoch, without reading
+any.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,19 @@ _ROWS, _HELD_OUT = 1, 2
 def permutation(length: int, *key: int) -> np.ndarray:
     """A permutation (int64) of 0..length-1, keyed on whole numbers >= 0.
 
-    It sorts the raw output of Philox, which NumPy promises never to change, unlike `Generator.permutation`.
+    It sorts the raw output of Philox, which NumPy promises never to change, unlike
+    `Generator.permutation`.
     """
     keys = np.random.Philox(np.random.SeedSequence(key)).random_raw(length)
     return np.argsort(keys, kind="stable")
 
 
 def held_out_order(groups: int) -> np.ndarray:
-    """The order (int64) in which groups are searched for held-out documents: one for all seeds, ranks and epochs.
+    """The order (int64) in which groups are searched for held-out documents: one for all seeds,
+    ranks and epochs.
 
-    Permuted, so that the first held-out tokens come from all over the corpus and not from its first file.
+    Permuted, so that the first held-out tokens come from all over the corpus and not from its first
+    file.
     """
     return permutation(groups, 0, 0, 0, _HELD_OUT)
 
@@ -40,9 +45,10 @@ class Piece(NamedTuple):
 class Order:
     """Every row once an epoch, dealt to `streams` streams.
 
-    In epoch e the groups are permuted by (seed, e), and the rows of each by (seed, e, group). Laid end to end they are
-    cut into `streams` stretches that differ by one row at most: stream s reads stretch s. A group may lie across a cut;
-    then neighbours read different rows of it. So there may be fewer groups than streams, and their sizes may differ.
+    In epoch e the groups are permuted by (seed, e), and the rows of each by (seed, e, group). Laid
+    end to end they are cut into `streams` stretches that differ by one row at most: stream s reads
+    stretch s. A group may lie across a cut; then neighbours read different rows of it. So there may
+    be fewer groups than streams, and their sizes may differ.
     """
 
     def __init__(self, rows: np.ndarray, *, seed: int, streams: int):

@@ -28,7 +28,8 @@ MAGIC = b"PAR1"
 class ParquetCorpus:
     """Row groups as groups; a Corpus.
 
-    A row is no document where its text is null or empty, or its score is below `min_score`, null or not a number.
+    A row is no document where its text is null or empty, or its score is below `min_score`, null or
+    not a number.
     """
 
     streamed = True

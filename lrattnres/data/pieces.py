@@ -14,8 +14,8 @@ from lrattnres.data.errors import UnreadableError
 class Pieces:
     """An open file from which any piece can be read, by several threads at once.
 
-    It is no memory map: where a mapped file becomes shorter, the next access ends the process with a
-    bus error. Here it raises.
+    It is no memory map: where a mapped file becomes shorter, the next access ends the process with
+    a bus error. Here it raises.
 
     Attributes:
         path: the file.

@@ -20,7 +20,8 @@ from lrattnres.data.listing import first, hidden, warn_hidden
 
 
 class Row(NamedTuple):
-    """One value of the text column and where it stands: "line 3", or "row 3", both counted from 1."""
+    """One value of the text column and where it stands: "line 3", or "row 3", both counted from 1.
+    """
 
     place: str
     value: Any
@@ -143,8 +144,8 @@ def _text(path: Path, column: str) -> Iterator[Row]:
 def _json_lines(path: Path, column: str, compression: str | None) -> Iterator[Row]:
     if compression and path.stat().st_size == 0:
         raise EOFError("an empty file is no compressed one")
-    # Arrow's streams, unlike those of zstandard, tell a frame that was cut short. Lines are split at
-    # b"\n" alone: JSON may hold the other line breaks of Unicode.
+    # Arrow's streams, unlike those of zstandard, tell a frame that was cut short. Lines are split
+    # at b"\n" alone: JSON may hold the other line breaks of Unicode.
     with io.BufferedReader(pa.input_stream(str(path), compression=compression), 1 << 20) as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():

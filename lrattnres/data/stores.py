@@ -2,7 +2,8 @@
 
 A store lists files with their sizes and reads ranges of bytes; the file systems of fsspec do the
 reading. `Patient` adds what they lack: short answers and failures are tried again, from the byte
-where the last answer ended, so that a file is never read from its beginning because its end was lost.
+where the last answer ended, so that a file is never read from its beginning because its end was
+lost.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Later(Exception):
 
 
 class StoppedError(DataError):
-    """Nobody waits for the answer any more. Not an UnreadableError: nothing is passed over for it."""
+    """Nobody waits for the answer any more. Not an UnreadableError: nothing is passed over for it.
+    """
 
 
 class Store:

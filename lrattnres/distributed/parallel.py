@@ -97,7 +97,9 @@ def _selective(model: Transformer) -> None:
 
 
 def _full(model: Transformer) -> None:
-    """Only the sources and what each site reads stay; sub-layers, writes and the arithmetic of reads are recomputed."""
+    """Only the sources and what each site reads stay; sub-layers, writes and the arithmetic of
+    reads are recomputed.
+    """
     model.step = _recompute(model.step)  # type: ignore[method-assign]
 
 

@@ -30,9 +30,9 @@ def depth_reads(
     Returns:
         Of a path that attends, α by the site t = 2..M+1, [T, sources], the sources as the plan has
         them and the mean of several heads: site 1 has one source and no choice. Of another path
-        the coefficients c with h_t = Σ c_{t,i} o_i by the site t = 1..M+1, [T, t]: of the embedding,
-        then of each output. Float32 on the CPU. Site t feeds sub-layer t, and site M+1 the head.
-        Empty where a path neither attends nor is linear.
+        the coefficients c with h_t = Σ c_{t,i} o_i by the site t = 1..M+1, [T, t]: of the
+        embedding, then of each output. Float32 on the CPU. Site t feeds sub-layer t, and site M+1
+        the head. Empty where a path neither attends nor is linear.
     """
     router = model.router
     traced: Any = None if router.attends else Traced(router.definition())

@@ -1,4 +1,6 @@
-"""Who computes depth attention: one table of backends, chosen once, and the operator for models of your own."""
+"""Who computes depth attention: one table of backends, chosen once, and the operator for models of
+your own.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,11 @@ CPP = bool(shutil.which("g++") or shutil.which("clang++"))
 
 
 class DepthKernels(NamedTuple):
-    """name: of the table. read: see `reference.read`. grouped: whether reading many sites at once saves time here.
+    """name: of the table. read: see `reference.read`. grouped: whether reading many sites at once
+    saves time here.
 
-    obstacle(device, dtype): why it cannot run, or None. plain: whether it takes the plain `Scoring` only, and queries
-    that do not depend on the input. reason: why it was chosen.
+    obstacle(device, dtype): why it cannot run, or None. plain: whether it takes the plain `Scoring`
+    only, and queries that do not depend on the input. reason: why it was chosen.
     """
 
     name: str
@@ -44,7 +47,9 @@ def _triton_read(*arguments: Any, **options: Any) -> Reading:
 
 @cache
 def _compiled_for(sources: int) -> Callable[..., Reading]:
-    """torch counts how often a function is compiled anew, so every number of sources has a function of its own."""
+    """torch counts how often a function is compiled anew, so every number of sources has a function
+    of its own.
+    """
     original = reference.read
     code = original.__code__.replace(co_name=f"read_{sources}_sources")
     copy = FunctionType(
@@ -96,11 +101,13 @@ def choose_kernels(
     compiled: bool,
     beyond: Sequence[str] = (),
 ) -> DepthKernels:
-    """The backend called `name`, with the reason. `auto` is Triton on a GPU; else `compiled` if the model is `compiled` too,
-    else `reference`, which starts at once: compiling pays off after some hundred steps only.
+    """The backend called `name`, with the reason. `auto` is Triton on a GPU; else `compiled` if the
+    model is `compiled` too, else `reference`, which starts at once: compiling pays off after some
+    hundred steps only.
 
-    beyond: settings, as key=value, that need more than the plain operator. Raises ValueError saying why a named backend
-    cannot run on this machine or take these settings, and what to write instead.
+    beyond: settings, as key=value, that need more than the plain operator. Raises ValueError saying
+    why a named backend cannot run on this machine or take these settings, and what to write
+    instead.
     """
     if name != "auto":
         if name not in KERNELS:

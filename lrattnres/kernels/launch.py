@@ -1,7 +1,8 @@
-"""What a kernel is launched with: its arguments by name, its grid, its shape on the machine. Also compiles ahead of time.
+"""What a kernel is launched with: its arguments by name, its grid, its shape on the machine. Also
+compiles ahead of time.
 
-Depth attention is bound by memory traffic, so the shapes aim at few instructions a byte: one warp holds a whole token
-up to d = 1024, so that no sum over columns crosses warps.
+Depth attention is bound by memory traffic, so the shapes aim at few instructions a byte: one warp
+holds a whole token up to d = 1024, so that no sum over columns crosses warps.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ WORDS = 104  # registers a thread may spend on sums that stay alive over a loop
 
 
 class Launch(NamedTuple):
-    """kernel: its name in `triton_kernels`; arguments: tensors, groups of them, sizes, and constants in upper case."""
+    """kernel: its name in `triton_kernels`; arguments: tensors, groups of them, sizes, and
+    constants in upper case.
+    """
 
     kernel: str
     grid: tuple[int, ...]
@@ -27,7 +30,9 @@ class Launch(NamedTuple):
 
 
 def rows(x: Tensor) -> Tensor:
-    """x as [tokens, width] with unit stride along the width; copied only where no view has that shape."""
+    """x as [tokens, width] with unit stride along the width; copied only where no view has that
+    shape.
+    """
     flat = x.reshape(-1, x.shape[-1])
     return flat if flat.stride(-1) == 1 or flat.shape[-1] == 1 else flat.contiguous()
 
@@ -49,12 +54,16 @@ def warps_for(dim: int) -> int:
 
 
 def rows_for(tokens: int) -> int:
-    """Tokens a program holds: one on a GPU. The interpreter runs programs one after another and likes few."""
+    """Tokens a program holds: one on a GPU. The interpreter runs programs one after another and
+    likes few.
+    """
     return min(64, power(max(tokens, 1))) if INTERPRETED else 1
 
 
 def chunk_for(dim: int, sums: int, beside: int = 0) -> int:
-    """Columns a loop step holds, so that `sums` running sums of that width, and `beside` words, fit into registers."""
+    """Columns a loop step holds, so that `sums` running sums of that width, and `beside` words, fit
+    into registers.
+    """
     width = 32 * warps_for(dim)
     return min(
         power(dim),
@@ -82,7 +91,9 @@ TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"
 
 
 def compile_ahead(launch: Launch, capability: int) -> Any:
-    """The kernel compiled for a GPU that need not be there (80, 90 or 100), as this launch would compile it."""
+    """The kernel compiled for a GPU that need not be there (80, 90 or 100), as this launch would
+    compile it.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -96,7 +107,8 @@ def compile_ahead(launch: Launch, capability: int) -> Any:
     def kind(value: Any, path: tuple[int, ...]) -> Any:
         if isinstance(value, tuple):
             return tuple(kind(item, (*path, i)) for i, item in enumerate(value))
-        # Pointers come from an allocator that aligns them; a stride is known to be even only if it is.
+        # Pointers come from an allocator that aligns them; a stride is known to be even only if it
+        # is.
         number = (
             value.storage_offset() * value.element_size() if isinstance(value, Tensor) else value
         )

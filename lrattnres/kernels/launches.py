@@ -22,7 +22,9 @@ def forward_launch(
     normalize: bool,
     results: tuple[Sequence[Tensor], Sequence[Tensor], Tensor],
 ) -> Launch:
-    """`read_forward`, writing into results: ([out, total if there is an addend, mixtures], stats, scalars)."""
+    """`read_forward`, writing into results: ([out, total if there is an addend, mixtures], stats,
+    scalars).
+    """
     wide, stats, scalars = results
     out, *others = map(rows, wide)
     total, mixtures = (out, others) if addend is None else (others[0], others[1:])
@@ -80,9 +82,11 @@ Gradients = tuple[list[Tensor], list[Tensor], Tensor, list[Tensor], Tensor]
 
 
 def _backward_launch(given: Backward, results: Gradients, beta: Tensor, total: int) -> Launch:
-    """`read_backward`, writing into results (d values, d keys, not d queries, [dh if `emit`], d stats) and beta.
+    """`read_backward`, writing into results (d values, d keys, not d queries, [dh if `emit`], d
+    stats) and beta.
 
-    The sources may be some of `total`; scalars and beta then begin at the first of them, without being cut to size.
+    The sources may be some of `total`; scalars and beta then begin at the first of them, without
+    being cut to size.
     """
     values, keys, value_in, key_in = given.values, given.keys, given.value_in, given.key_in
     d_values, d_keys, _, hidden, d_stats = results
@@ -132,7 +136,9 @@ def _backward_launch(given: Backward, results: Gradients, beta: Tensor, total: i
 def query_launch(
     keys: Sequence[Tensor], beta: Tensor, partial: Tensor, offset: int, span: int
 ) -> Launch:
-    """`query_gradient`; partial: [programs, C, r], one program each `span` tokens; offset: of the key in its tensor."""
+    """`query_gradient`; partial: [programs, C, r], one program each `span` tokens; offset: of the
+    key in its tensor.
+    """
     (tokens, sites, count), rank = beta.shape, partial.shape[-1]
     columns = min(64, power(rank))
     tensors = {"keys": group(keys), "beta": beta, "partial": partial, "tokens": tokens}
@@ -157,7 +163,9 @@ MOST_SOURCES = 16  # in one launch of the backward kernel: its code, and the tim
 
 
 def backward_launches(given: Backward, results: Gradients, beta: Tensor) -> Iterator[Launch]:
-    """`read_backward` for any number of sources, in slices; only the first writes dh, all write the same statistics."""
+    """`read_backward` for any number of sources, in slices; only the first writes dh, all write the
+    same statistics.
+    """
     d_values, d_keys, d_queries, hidden, d_stats = results
     for start in range(0, len(given.values), MOST_SOURCES):
         cut = slice(start, start + MOST_SOURCES)

@@ -1,4 +1,6 @@
-"""What the kernels become: registers, spills and instructions, compiled for a GPU that need not be there."""
+"""What the kernels become: registers, spills and instructions, compiled for a GPU that need not be
+there.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,9 @@ from lrattnres.kernels.sample import backward_arguments, forward_arguments
 
 
 class MachineCode(NamedTuple):
-    """registers a thread; spilled: bytes of stack and local memory a thread; shared: bytes a program; size: instructions
-    as they stand; instructions: warp instructions a token, each loop counted as often as it runs.
+    """registers a thread; spilled: bytes of stack and local memory a thread; shared: bytes a
+    program; size: instructions as they stand; instructions: warp instructions a token, each loop
+    counted as often as it runs.
     """
 
     registers: int
@@ -44,7 +47,8 @@ def launches(
 
 
 def inspect(launch: Launch, capability: int) -> MachineCode:
-    """Compiles for sm_<capability> and reads the machine code with the tools that come with Triton."""
+    """Compiles for sm_<capability> and reads the machine code with the tools that come with Triton.
+    """
     from triton.backends import nvidia
 
     compiled = compile_ahead(launch, capability)
@@ -70,7 +74,9 @@ def inspect(launch: Launch, capability: int) -> MachineCode:
 
 
 def _executed(lines: list[tuple[int, str]], launch: Launch) -> int:
-    """Warp instructions a token. Loops are backward branches, in the order of the kernel, and run as the launch says."""
+    """Warp instructions a token. Loops are backward branches, in the order of the kernel, and run
+    as the launch says.
+    """
     jumps = [
         (int(goal[1], 16), at)
         for at, text in lines

@@ -1,12 +1,15 @@
 """Depth attention in Triton as two operators of torch, and the autograd function that joins them.
 
-`torch.ops.lrattnres.read` and `read_backward` may be traced, exported and checkpointed. `read` here is what a model
-calls; its meaning is that of `reference.read`.
+`torch.ops.lrattnres.read` and `read_backward` may be traced, exported and checkpointed. `read` here
+is what a model calls; its meaning is that of `reference.read`.
 
-Gradients take a short cut between the operators of one pass. A finished read h = Σ_p e^(l_p − L) m_p + … has many
-unfinished parts, and what the owner of a part needs from it is the same for all: dh, L and ⟨dh, h⟩. So these travel
-backward in place of the gradients of m_p and l_p: one tensor for all parts, nothing scaled, and each source's
-gradient is made in one pass by its owner. A Part must therefore go to exactly one `read`, and nowhere else.
+Gradients take a short cut between the operators of one pass. A finished read h = Σ_p e^(l_p − L)
+m_p + … has many
+unfinished parts, and what the owner of a part needs from it is the same for all: dh, L and ⟨dh, h⟩.
+So these travel
+backward in place of the gradients of m_p and l_p: one tensor for all parts, nothing scaled, and
+each source's gradient is made in one pass by its owner. A Part must therefore go to exactly one
+`read`, and nowhere else.
 """
 
 from collections.abc import Sequence
@@ -38,7 +41,9 @@ def read_op(
     part_stats: Sequence[Tensor],
     normalize: bool,
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """([out, total if there is an addend, mixtures if there are several sources], stats, scalars): see `read_forward`."""
+    """([out, total if there is an addend, mixtures if there are several sources], stats, scalars):
+    see `read_forward`.
+    """
     results, launch = plan_read(queries, values, keys, addend, parts, part_stats, normalize)
     fire(launch)
     return results
@@ -116,7 +121,9 @@ def read_backward_op(
 
 
 def plan_backward(given: Backward) -> tuple[Gradients, list[Launch]]:
-    """Room for what `read_backward` returns, and the launches that fill it; the last one is the queries'."""
+    """Room for what `read_backward` returns, and the launches that fill it; the last one is the
+    queries'.
+    """
     values, keys, queries, scalars = given.values, given.keys, given.queries, given.scalars
     results = _backward_outputs(values, keys, queries, given.stats, given.emit)
     (tokens, _, count), (sites, rank) = scalars.shape, queries.shape
@@ -265,7 +272,8 @@ def read(
     normalize: bool,
     passes: bool,
 ) -> Reading:
-    """`reference.read` in Triton. A Part's statistics are [2, tokens] float32: its log-sum-exp, and a row of zeros.
+    """`reference.read` in Triton. A Part's statistics are [2, tokens] float32: its log-sum-exp, and
+    a row of zeros.
 
     Raises ValueError for inputs the kernels do not take: mixed types, devices or shapes.
     """

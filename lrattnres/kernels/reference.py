@@ -1,7 +1,7 @@
 """Depth attention in plain torch: the truth that every faster kernel is held against.
 
-A source is one tensor [..., d] with its key [..., r]; sources are never stacked, so nothing of width d is copied.
-All arithmetic is float32 (float64 for float64 inputs).
+A source is one tensor [..., d] with its key [..., r]; sources are never stacked, so nothing of
+width d is copied. All arithmetic is float32 (float64 for float64 inputs).
 """
 
 from __future__ import annotations
@@ -22,22 +22,27 @@ def wide(x: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, eps: float = EPSILON) -> Tensor:
-    """x·rsqrt(mean(x²) + ε) over the last dimension, without a gain; computed in float32, returned in x's dtype."""
+    """x·rsqrt(mean(x²) + ε) over the last dimension, without a gain; computed in float32, returned
+    in x's dtype.
+    """
     return F.rms_norm(wide(x), x.shape[-1:], eps=eps).to(x.dtype)
 
 
 class Scoring(NamedTuple):
-    """How a key is scored; the defaults are what every kernel computes. normalize: score RMSNorm(key), else the key.
+    """How a key is scored; the defaults are what every kernel computes. normalize: score
+    RMSNorm(key), else the key.
 
-    heads: query, key and value are cut into as many equal slices, each with a softmax of its own over the sources;
-    a slice of the key is normalised by itself, and the mixtures lie side by side.
+    heads: query, key and value are cut into as many equal slices, each with a softmax of its own
+    over the sources; a slice of the key is normalised by itself, and the mixtures lie side by side.
     """
 
     normalize: bool = True
     heads: int = 1
 
     def split(self, x: Tensor) -> Tensor:
-        """[..., heads, width / heads] of [..., width]; one head is left without a dimension of its own."""
+        """[..., heads, width / heads] of [..., width]; one head is left without a dimension of its
+        own.
+        """
         return x if self.heads == 1 else x.unflatten(-1, (self.heads, -1))
 
     def join(self, x: Tensor) -> Tensor:
@@ -51,17 +56,20 @@ PLAIN = Scoring()
 def depth_weights(query: Tensor, keys: Sequence[Tensor], scoring: Scoring = PLAIN) -> Tensor:
     """α = softmax over sources of query · RMSNorm(key), with neither scale nor bias.
 
-    query: [r], or [..., r] where it depends on the input; keys: one [..., r] a source. Returns float32
-    [..., number of sources], or [..., heads, number of sources] for several heads.
+    query: [r], or [..., r] where it depends on the input; keys: one [..., r] a source. Returns
+    float32 [..., number of sources], or [..., heads, number of sources] for several heads.
     """
     return torch.softmax(depth_logits(query, keys, scoring), dim=-1)
 
 
 def depth_logits(query: Tensor, keys: Sequence[Tensor], scoring: Scoring = PLAIN) -> Tensor:
-    """query · RMSNorm(key) of every source: float32 [..., number of sources], as in `depth_weights`."""
+    """query · RMSNorm(key) of every source: float32 [..., number of sources], as in
+    `depth_weights`.
+    """
     logits, query = [], scoring.split(query)
     for key in map(wide, map(scoring.split, keys)):
-        # The dot product is scaled, not the key: only a scalar a token, and no normalised key is kept.
+        # The dot product is scaled, not the key: only a scalar a token, and no normalised key is
+        # kept.
         scale = (
             torch.rsqrt(torch.linalg.vecdot(key, key) / key.shape[-1] + EPSILON)
             if scoring.normalize
@@ -94,7 +102,9 @@ def weighted_sum(weights: Tensor, values: Sequence[Tensor]) -> Tensor:
 
 
 def check_shapes(rank: int, values: Sequence[Tensor], keys: Sequence[Tensor]) -> None:
-    """Raises ValueError for tensors that are not the sources of one read by queries of width `rank`: nothing is broadcast."""
+    """Raises ValueError for tensors that are not the sources of one read by queries of width
+    `rank`: nothing is broadcast.
+    """
     first = values[0].shape
     dim = first[-1] if first else 0
     if not keys and not 1 <= rank <= dim:
@@ -108,8 +118,8 @@ def check_shapes(rank: int, values: Sequence[Tensor], keys: Sequence[Tensor]) ->
 
 
 class Part(NamedTuple):
-    """An unfinished read over some sources: their mixture [..., d], and statistics of which only the kernel that wrote
-    them knows the layout (here the log-sum-exp of their logits, [...]).
+    """An unfinished read over some sources: their mixture [..., d], and statistics of which only
+    the kernel that wrote them knows the layout (here the log-sum-exp of their logits, [...]).
     """
 
     mixture: Tensor
@@ -117,7 +127,9 @@ class Part(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What `read` returns: the first query's read, the sources as later operators must see them, one Part a later query."""
+    """What `read` returns: the first query's read, the sources as later operators must see them,
+    one Part a later query.
+    """
 
     out: Tensor
     values: tuple[Tensor, ...]
@@ -136,13 +148,16 @@ def read(
     passes: bool,
     scoring: Scoring = PLAIN,
 ) -> Reading:
-    """Depth attention for consecutive sites at once: finishes the read of the first, prepares those of the others.
+    """Depth attention for consecutive sites at once: finishes the read of the first, prepares those
+    of the others.
 
-    queries [C, r], or [C, ..., r] where they depend on the input; values: K tensors [..., d], the last one lacking
-    `addend` if there is one; keys: as many [..., r], or none where the key is the last r coordinates of the value. `parts`:
-    what the first query has read of other sources already; of several heads (`scoring`) their mixtures are
-    [..., heads, d / heads]. Returns RMSNorm(h) if `normalize`, else h, in the type of the values. `passes`: whether a later
-    operator reads the returned sources too, so that gradients will come through them; plain torch need not know.
+    queries [C, r], or [C, ..., r] where they depend on the input; values: K tensors [..., d], the
+    last one lacking `addend` if there is one; keys: as many [..., r], or none where the key is the
+    last r coordinates of the value. `parts`: what the first query has read of other sources
+    already; of several heads (`scoring`) their mixtures are [..., heads, d / heads]. Returns
+    RMSNorm(h) if `normalize`, else h, in the type of the values. `passes`: whether a later operator
+    reads the returned sources too, so that gradients will come through them; plain torch need not
+    know.
     """
     if addend is not None:
         values = (*values[:-1], addend + values[-1])

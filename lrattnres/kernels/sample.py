@@ -1,4 +1,6 @@
-"""Inputs of one operator, made up: to time it, to compile it where no memory is needed, to count what it touches."""
+"""Inputs of one operator, made up: to time it, to compile it where no memory is needed, to count
+what it touches.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def forward_arguments(
     device: torch.device | str = "meta",
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Any, ...]:
-    """Arguments of `torch.ops.lrattnres.read`: random tensors for a step (see `depth.groups.Step`) of so many tokens."""
+    """Arguments of `torch.ops.lrattnres.read`: random tensors for a step (see `depth.groups.Step`)
+    of so many tokens.
+    """
 
     def some(count: int, width: int) -> list[Tensor]:
         return [torch.randn(tokens, width, device=device, dtype=dtype) for _ in range(count)]
@@ -45,7 +49,9 @@ def forward_arguments(
 def backward_arguments(
     forward: tuple[Any, ...], results: tuple[Any, ...], passes: bool
 ) -> Backward:
-    """Arguments of `torch.ops.lrattnres.read_backward` for what `read` made of `forward`; the gradients are random."""
+    """Arguments of `torch.ops.lrattnres.read_backward` for what `read` made of `forward`; the
+    gradients are random.
+    """
     queries, values, keys, addend, parts, _, normalize = forward
     wide, stats, scalars = results
     out, *others = wide

@@ -1,7 +1,10 @@
-"""Depth attention for a token at a time: the sources are stacked, and one product serves all of them and all sites.
+"""Depth attention for a token at a time: the sources are stacked, and one product serves all of
+them and all sites.
 
-With many tokens a stack would be one more copy of everything. With one token that copy is cheap, and dear is the number
-of operators: a handful here, where `reference.read` takes several for every pair of source and site.
+With many tokens a stack would be one more copy of everything. With one token that copy is cheap,
+and dear is the number
+of operators: a handful here, where `reference.read` takes several for every pair of source and
+site.
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ def read(
     normalize: bool,
     passes: bool,
 ) -> Reading:
-    """`reference.read` with the same meaning, the same statistics in a Part and the same arithmetic in float32."""
+    """`reference.read` with the same meaning, the same statistics in a Part and the same arithmetic
+    in float32.
+    """
     if addend is not None:
         values = (*values[:-1], addend + values[-1])
     count = len(values)

@@ -1,19 +1,23 @@
-"""The three Triton kernels of depth attention. A program holds ROWS tokens; arithmetic is float32, sources are never stacked.
+"""The three Triton kernels of depth attention. A program holds ROWS tokens; arithmetic is float32,
+sources are never stacked.
 
-They speak of one operator, the *read of a group*: K sources v_i with keys k_i, which this operator owns, C queries q_c
-of consecutive sites, and P parts. A part is an unfinished read of the first query over sources that others own: a
-mixture m_p and the log-sum-exp l_p of its logits.
+They speak of one operator, the *read of a group*: K sources v_i with keys k_i, which this operator
+owns, C queries q_c of consecutive sites, and P parts. A part is an unfinished read of the first
+query over sources that others own: a mixture m_p and the log-sum-exp l_p of its logits.
 
     s_ic = q_c · k_i · rsqrt(mean(k_i²) + ε)        first query:  h = Σ_i e^(s_i0 − L) v_i + Σ_p e^(l_p − L) m_p
                                                     later ones:   m_c = Σ_i e^(s_ic − l_c) v_i,   l_c = log Σ_i e^(s_ic)
 
-L is the log-sum-exp over all sources and parts. What is written for the first query is RMSNorm(h), or h itself.
-The key of a source lies in its last RANK columns (SEPARATE=False) or in a tensor of its own. The last source may
-arrive as two summands; their sum, rounded to their type, is then written as well.
+L is the log-sum-exp over all sources and parts. What is written for the first query is RMSNorm(h),
+or h itself. The key of a source lies in its last RANK columns (SEPARATE=False) or in a tensor of
+its own. The last source may arrive as two summands; their sum, rounded to their type, is then
+written as well.
 
-An argument that is a group of tensors is a pair: their pointers, and their row strides. Scalars a token and source
-(`scalars` [tokens, C + 1, K]) are the logits, and in their last row rsqrt(mean(k_i²) + ε). A mask is None where it
-would be true everywhere: at one token a program and a power of two of columns it costs as much as the arithmetic.
+An argument that is a group of tensors is a pair: their pointers, and their row strides. Scalars a
+token and source (`scalars` [tokens, C + 1, K]) are the logits, and in their last row
+rsqrt(mean(k_i²) + ε). A mask is None where it
+would be true everywhere: at one token a program and a power of two of columns it costs as much as
+the arithmetic.
 """
 
 from __future__ import annotations
@@ -36,7 +40,9 @@ def _load(tensors, i: tl.constexpr, row, column, mask):
 
 @triton.jit
 def _inside(live, column, WIDTH: tl.constexpr, EVEN: tl.constexpr):
-    """Which elements of a tile exist; `live` is None where all rows do, EVEN says that all columns do."""
+    """Which elements of a tile exist; `live` is None where all rows do, EVEN says that all columns
+    do.
+    """
     if live is None:
         mask = None if EVEN else (column < WIDTH)[None, :]
     else:
@@ -46,7 +52,9 @@ def _inside(live, column, WIDTH: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def _source(values, addend, i: tl.constexpr, LAST: tl.constexpr, row, column, mask):
-    """Source i; the last one with its second summand, if there is one, rounded as the sum is rounded in memory."""
+    """Source i; the last one with its second summand, if there is one, rounded as the sum is
+    rounded in memory.
+    """
     x = _load(values, i, row, column, mask)
     if i == LAST:
         x = (
@@ -64,9 +72,9 @@ def read_forward(
     SEPARATE: tl.constexpr, ADDEND: tl.constexpr, NORMALIZE: tl.constexpr, MIXTURES: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Writes out [tokens, D], mixtures C−1 × [tokens, D] (if MIXTURES), total [tokens, D] (if ADDEND), scalars, and
-    stats C × [2, tokens]: the log-sum-exp; below it 1/rms of h for the first query, zero for the others.
-    weights [tokens, C, K] is scratch.
+    """Writes out [tokens, D], mixtures C−1 × [tokens, D] (if MIXTURES), total [tokens, D] (if
+    ADDEND), scalars, and stats C × [2, tokens]: the log-sum-exp; below it 1/rms of h for the first
+    query, zero for the others. weights [tokens, C, K] is scratch.
     """
     LAST: tl.constexpr = K - 1 if ADDEND else -1
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -127,7 +135,9 @@ def _weights(
     part_stats, stats, scalars, weights, row, live, tokens,
     K: tl.constexpr, C: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Writes every query's log-sum-exp and weights, and returns the first one's log-sum-exp, which counts its parts too."""
+    """Writes every query's log-sum-exp and weights, and returns the first one's log-sum-exp, which
+    counts its parts too.
+    """
     source = tl.arange(0, BLOCK_K)
     known = (source < K)[None, :] if live is None else live[:, None] & (source < K)[None, :]
     first = tl.zeros([ROWS], tl.float32)
@@ -187,14 +197,16 @@ def read_backward(
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
     WIDE_CHUNK: tl.constexpr, WIDE_GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of every owned source in one pass, added to what later operators found (bits of VALUE_IN, KEY_IN).
+    """The gradient of every owned source in one pass, added to what later operators found (bits of
+    VALUE_IN, KEY_IN).
 
     With α_ic = e^(s_ic − L_c) and g_c the gradient of the finished h of query c:
         dv_i = Σ_c α_ic g_c      ds_ic = α_ic (⟨g_c, v_i⟩ − ⟨g_c, h_c⟩)      dk_i from ds_ic through the key's norm.
-    upstream: the gradient of `out`, then g_c of later queries; later_stats: C−1 × [2, tokens], L_c and ⟨g_c, h_c⟩.
-    The same of the first query goes to d_hidden (if EMIT) and d_stats, for the owners of its parts. beta [tokens, C, TOTAL]
-    is ds_ic·rsqrt(mean(k_i²) + ε), from which `query_gradient` goes on. These K may be some of TOTAL sources: scalars and
-    beta have rows of that length.
+    upstream: the gradient of `out`, then g_c of later queries; later_stats: C−1 × [2, tokens], L_c
+    and ⟨g_c, h_c⟩. The same of the first query goes to d_hidden (if EMIT) and d_stats, for the
+    owners of its parts. beta [tokens, C, TOTAL] is ds_ic·rsqrt(mean(k_i²) + ε), from which
+    `query_gradient` goes on. These K may be some of TOTAL sources: scalars and beta have rows of
+    that length.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = None if ROWS == 1 else row < tokens
@@ -205,7 +217,8 @@ def read_backward(
     scale = _get(stats + tokens + row, live)
     along, inner = tl.zeros_like(scale), tl.sum(g * h, 1)
     if NORMALIZE:
-        # g_0 = (g − out·mean(g·out))/rms(h), so ⟨g_0, h⟩ is this, and not zero: ε counts, and so does the rounding of out.
+        # g_0 = (g − out·mean(g·out))/rms(h), so ⟨g_0, h⟩ is this, and not zero: ε counts, and so
+        # does the rounding of out.
         along = inner / D
         inner = along * tl.sum(tl.where(column < D, 1.0 - h * h, 0.0), 1)
     if EMIT:
@@ -267,7 +280,9 @@ def _score_gradients(
     D: tl.constexpr, K: tl.constexpr, TOTAL: tl.constexpr, C: tl.constexpr, NORMALIZE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, START: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """beta of GROUP sources from START on: ⟨g_c, v_i⟩ is summed thread by thread, and over threads only once."""
+    """beta of GROUP sources from START on: ⟨g_c, v_i⟩ is summed thread by thread, and over threads
+    only once.
+    """
     END: tl.constexpr = START + GROUP if START + GROUP < K else K
     dots = ()
     for _ in tl.static_range((END - START) * C):
@@ -316,7 +331,9 @@ def _value_gradients(
     VALUE_IN: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
     START: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Columns of dv_i, for GROUP sources from START on, that are no key's, or whose key is the whole value."""
+    """Columns of dv_i, for GROUP sources from START on, that are no key's, or whose key is the
+    whole value.
+    """
     END: tl.constexpr = START + GROUP if START + GROUP < K else K
     N: tl.constexpr = END - START
     WHOLE: tl.constexpr = not SEPARATE and RANK == D
@@ -396,7 +413,9 @@ def query_gradient(
     keys, beta, partial, tokens, OFFSET: tl.constexpr, RANK: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
     SPAN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Σ over SPAN tokens and all sources of beta_ic k_i, into partial [programs, C, RANK]: no atomics, so deterministic."""
+    """Σ over SPAN tokens and all sources of beta_ic k_i, into partial [programs, C, RANK]: no
+    atomics, so deterministic.
+    """
     span = tl.program_id(0).to(tl.int64) * SPAN
     rank = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     sums = ()

@@ -1,7 +1,9 @@
-"""Attention over positions inside documents, on whatever this machine has: one table of backends, chosen once.
+"""Attention over positions inside documents, on whatever this machine has: one table of backends,
+chosen once.
 
-A backend turns the document numbers of a batch into its own mask, and applies it. `None` for documents means that a
-window is one document. Queries, keys and values are [B, T, heads, head_dim]; so is the result.
+A backend turns the document numbers of a batch into its own mask, and applies it. `None` for
+documents means that a window is one document. Queries, keys and values are [B, T, heads, head_dim];
+so is the result.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ Mask = Any
 
 
 class AttentionBackend(NamedTuple):
-    """name: of the table. prepare(documents [B, T] or None, batch, length, device) -> mask, once a batch.
+    """name: of the table. prepare(documents [B, T] or None, batch, length, device) -> mask, once a
+    batch.
 
     attend(query, key, value, mask) -> [B, T, heads, head_dim].
     """
@@ -77,7 +80,9 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
 
 
 def _boundaries(documents: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor:
-    """Where each segment of the flattened batch starts, and its end: int32 [segments + 1]. Found before the transfer."""
+    """Where each segment of the flattened batch starts, and its end: int32 [segments + 1]. Found
+    before the transfer.
+    """
     if documents is None:
         return torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=device)
     starts = torch.ones_like(documents, dtype=torch.bool)
@@ -155,7 +160,8 @@ BACKENDS = {
 def choose_attention(
     name: str, device: torch.device, dtype: torch.dtype, *, training: bool
 ) -> AttentionBackend:
-    """The backend called `name`; for `auto` the first of the table that runs here (flex only where it is compiled for).
+    """The backend called `name`; for `auto` the first of the table that runs here (flex only where
+    it is compiled for).
 
     Raises ValueError saying why a named one cannot run on this machine, and what to write instead.
     """

@@ -1,7 +1,8 @@
-"""What attention keeps of the tokens it has read, so that a further token costs one token and not the whole window.
+"""What attention keeps of the tokens it has read, so that a further token costs one token and not
+the whole window.
 
-A cache is a backend of attention like the others, whose mask says where the new tokens stand: the sub-layers, and the
-depth router between them, are those that were trained.
+A cache is a backend of attention like the others, whose mask says where the new tokens stand: the
+sub-layers, and the depth router between them, are those that were trained.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from lrattnres.model.attention import AttentionBackend
 
 
 class Cache:
-    """Keys and values of every attention sub-layer, [B, S, heads, head_dim] each, of B windows of at most S tokens.
+    """Keys and values of every attention sub-layer, [B, S, heads, head_dim] each, of B windows of
+    at most S tokens.
 
-    lengths: how many tokens each window has, on the CPU; documents: the number of the document at each position,
-    int32 [B, S], counted up from 0 by the separators. Nothing beyond a window's length is ever seen.
+    lengths: how many tokens each window has, on the CPU; documents: the number of the document at
+    each position, int32 [B, S], counted up from 0 by the separators. Nothing beyond a window's
+    length is ever seen.
     """
 
     def __init__(self, batch: int, size: int, device: torch.device):
@@ -42,11 +45,12 @@ class Cache:
         return kept
 
     def place(self, opens: Tensor, counts: Tensor, *, restarts: bool) -> Place:
-        """Where the next t tokens of every window stand, and what each of them sees; the windows grow by `counts`.
+        """Where the next t tokens of every window stand, and what each of them sees; the windows
+        grow by `counts`.
 
-        opens: bool [B, t], which tokens open a document; counts: int64 [B] on the CPU, how many of the t are real, the
-        rest being padding. `restarts`: whether attention stays inside a document.
-        Raises ValueError if a token, padding included, has no room.
+        opens: bool [B, t], which tokens open a document; counts: int64 [B] on the CPU, how many of
+        the t are real, the rest being padding. `restarts`: whether attention stays inside a
+        document. Raises ValueError if a token, padding included, has no room.
         """
         device, needed = self.documents.device, int(self.lengths.max()) + opens.shape[1]
         if needed > self.size:
@@ -66,7 +70,9 @@ class Cache:
         return Place(rows, positions, visible.unsqueeze(1), self, None)
 
     def put(self, site: int, place: Place, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores the new tokens of one sub-layer; returns all that any of them may see, [B, seen, heads, head_dim]."""
+        """Stores the new tokens of one sub-layer; returns all that any of them may see, [B, seen,
+        heads, head_dim].
+        """
         if site not in self.layers:
             shape = (key.shape[0], self.size, *key.shape[2:])
             self.layers[site] = key.new_zeros(shape), value.new_zeros(shape)
@@ -78,7 +84,9 @@ class Cache:
 
 
 class Place(NamedTuple):
-    """The mask of new tokens. rows [B, 1], positions [B, t], visible: bool [B, 1, t, seen]; site: the sub-layer."""
+    """The mask of new tokens. rows [B, 1], positions [B, t], visible: bool [B, 1, t, seen]; site:
+    the sub-layer.
+    """
 
     rows: Tensor
     positions: Tensor

@@ -1,9 +1,10 @@
-"""A trained model that reads a window piece by piece: its logits are those of one pass over the whole window.
+"""A trained model that reads a window piece by piece: its logits are those of one pass over the
+whole window.
 
-Depth can be read in two phases, as the papers describe it: the sources that are closed when a group of sites begins are
-read once for all of its sites, and a site merges what was written since by an online softmax (residual/fused/). That
-saves memory traffic. On a CPU the sources of a token stay in its caches, and there each site reads all of them at once,
-which takes fewer operators.
+Depth can be read in two phases, as the papers describe it: the sources that are closed when a group
+of sites begins are read once for all of its sites, and a site merges what was written since by an
+online softmax (residual/fused/). That saves memory traffic. On a CPU the sources of a token stay in
+its caches, and there each site reads all of them at once, which takes fewer operators.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from lrattnres.residual.base import path_of
 
 
 class Decoder:
-    """`model` with a cache in place of its attention over whole windows; the weights are the model's own, not copies.
+    """`model` with a cache in place of its attention over whole windows; the weights are the
+    model's own, not copies.
 
-    separator: the token that opens a document; documents: whether attention stays inside one, as it was trained.
-    two_phase: whether the sites of a block read the closed sources together, for a token at a time; None: on a GPU. (A
-    prompt is read with the model's own kernels, in the groups that these have.)
+    separator: the token that opens a document; documents: whether attention stays inside one, as it
+    was trained.
+    two_phase: whether the sites of a block read the closed sources together, for a token at a time;
+    None: on a GPU. (A prompt is read with the model's own kernels, in the groups that these have.)
     """
 
     def __init__(
@@ -45,7 +48,9 @@ class Decoder:
         self._angles = model.angles(self.context, self.device)
 
     def cache(self, batch: int, size: int | None = None) -> Cache:
-        """An empty cache for windows of at most `size` tokens; None: the context. Raises ValueError beyond the context."""
+        """An empty cache for windows of at most `size` tokens; None: the context. Raises ValueError
+        beyond the context.
+        """
         if size is not None and not 1 <= size <= self.context:
             raise ValueError(
                 f"size={size}: the model was trained on windows of {self.context} tokens; write 1 to {self.context}"
@@ -54,10 +59,12 @@ class Decoder:
 
     @torch.no_grad()
     def feed(self, cache: Cache, tokens: Tensor, counts: Tensor | None = None) -> Tensor:
-        """Reads the next tokens [B, t] of every window; returns what `head` takes at each of them, [B, t, d].
+        """Reads the next tokens [B, t] of every window; returns what `head` takes at each of them,
+        [B, t, d].
 
-        counts: int64 [B], how many of a row are real, for rows of unequal length: the others are padding, and what comes
-        out at them means nothing. Raises ValueError for tokens that the cache has no room for.
+        counts: int64 [B], how many of a row are real, for rows of unequal length: the others are
+        padding, and what comes out at them means nothing. Raises ValueError for tokens that the
+        cache has no room for.
         """
         length = tokens.shape[1]
         counts = torch.full((len(tokens),), length) if counts is None else counts.cpu()

@@ -1,4 +1,6 @@
-"""The two kinds of sub-layer: each takes a normalised read [B, T, d] and writes [B, T, d + emit_dim]."""
+"""The two kinds of sub-layer: each takes a normalised read [B, T, d] and writes [B, T, d +
+emit_dim].
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Context(NamedTuple):
-    """What all sub-layers of one forward pass share: which positions see each other, and the rotary angles."""
+    """What all sub-layers of one forward pass share: which positions see each other, and the rotary
+    angles.
+    """
 
     mask: Mask
     rotation: tuple[Tensor, Tensor]
@@ -55,7 +59,8 @@ def gain(width: int, wanted: bool) -> nn.Module:
 
 
 class TiedHead(nn.Module):
-    """The output projection by the embedding's own matrix, which stays the embedding's parameter."""
+    """The output projection by the embedding's own matrix, which stays the embedding's parameter.
+    """
 
     def __init__(self, embedding: nn.Embedding):
         super().__init__()
@@ -74,7 +79,9 @@ def _linear(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """With n periods in the first context: as they are above `high`, divided below `low`, between the two in between."""
+    """With n periods in the first context: as they are above `high`, divided below `low`, between
+    the two in between.
+    """
     periods = scaling.first_context * frequencies / (2 * math.pi)
     kept = ((periods - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
     return frequencies * (kept + (1 - kept) / scaling.factor)
@@ -90,7 +97,9 @@ def rotation(
     device: torch.device,
     scaling: RopeScaling | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary embedding, float32 [T, head_dim / 2], positions counted from the window's start."""
+    """Cosines and sines of the rotary embedding, float32 [T, head_dim / 2], positions counted from
+    the window's start.
+    """
     frequencies = base ** (
         -torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
     )
@@ -101,7 +110,9 @@ def rotation(
 
 
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Turns the interleaved pairs (0,1), (2,3), … of x [B, T, heads, head_dim] by the angle of their position."""
+    """Turns the interleaved pairs (0,1), (2,3), … of x [B, T, heads, head_dim] by the angle of
+    their position.
+    """
     even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     cosines, sines = cosines.unsqueeze(-2), sines.unsqueeze(-2)
     turned = torch.stack((even * cosines - odd * sines, even * sines + odd * cosines), dim=-1)
@@ -138,7 +149,8 @@ class Attention(nn.Module):
         Args:
             read: what it reads, [B, T, d].
             context: the mask and the rotary angles.
-            change: what the residual path makes of the raw keys and values, each [B, T, heads, head_dim]; if it is
+            change: what the residual path makes of the raw keys and values, each [B, T, heads,
+                head_dim]; if it is
                 given, these are returned too.
         """
         query, key, value = self.project(read)

@@ -1,4 +1,6 @@
-"""A transformer whose sub-layers read from, and write to, a residual path. It never asks which path runs."""
+"""A transformer whose sub-layers read from, and write to, a residual path. It never asks which path
+runs.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,8 @@ class Transformer(nn.Module):
             tokens: int64 [B, T].
             mask: what `mask` made of their documents.
             observe: called at every site with (site, state), before the site reads.
-            path: the model's residual path in another form (see residual/coefficients.py); None: as it is.
+            path: the model's residual path in another form (see residual/coefficients.py); None: as
+                it is.
         """
         path = path or self.router
         context = Context(mask, self.angles(tokens.shape[1], tokens.device))
@@ -83,7 +86,9 @@ class Transformer(nn.Module):
         return self.head(self.last_read(path, state))
 
     def step(self, path: ResidualPath, state: State, site: int, context: Context) -> State:
-        """Sub-layer `site` reads and writes: the whole body of the loop, and what checkpointing can make again."""
+        """Sub-layer `site` reads and writes: the whole body of the loop, and what checkpointing can
+        make again.
+        """
         change = partial(path.keys_values, state, site) if path.keeps else None
         read = path.read(state, site).to(self.dtype)
         output, raw = self.sublayers[site](read, context, change)
@@ -94,7 +99,9 @@ class Transformer(nn.Module):
         return self.final(path.read(state, len(self.sublayers)).x.to(self.dtype))
 
     def mask(self, documents: Tensor | None, batch: int, length: int) -> Mask:
-        """Which positions see each other, once a batch; documents: integers [B, T], or None for no boundaries."""
+        """Which positions see each other, once a batch; documents: integers [B, T], or None for no
+        boundaries.
+        """
         return self.attention.prepare(documents, batch, length, self.head.weight.device)
 
     def angles(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -103,7 +110,9 @@ class Transformer(nn.Module):
         return rotation(length, config.head_width, config.rope_base, device, config.rope_scaling)
 
     def roles(self) -> dict[str, Role]:
-        """How each parameter of the residual path is treated, by its name there with `*` for every index."""
+        """How each parameter of the residual path is treated, by its name there with `*` for every
+        index.
+        """
         return path_of(self.config).roles(self.config)
 
 
@@ -117,10 +126,11 @@ def build_model(
     kernels: DepthKernels = KERNELS["reference"],
     prepare: Callable[[Transformer], None] = lambda model: None,
 ) -> Transformer:
-    """A model on `device` with its initial weights, or with none (seed None) for a checkpoint to fill.
+    """A model on `device` with its initial weights, or with none (seed None) for a checkpoint to
+    fill.
 
-    `prepare` changes the model before there are weights: cut into shards then, it is never whole on any rank.
-    Nothing is allocated twice.
+    `prepare` changes the model before there are weights: cut into shards then, it is never whole on
+    any rank. Nothing is allocated twice.
     """
     with torch.device("meta"):
         model = Transformer(config, attention, dtype, kernels)
@@ -133,11 +143,13 @@ def build_model(
 
 @torch.no_grad()
 def initialize(model: Transformer, seed: int) -> None:
-    """Fills every weight: gains with one, the residual path as its roles say, the others normal with `init_std`.
+    """Fills every weight: gains with one, the residual path as its roles say, the others normal
+    with `init_std`.
 
-    Each weight has a random stream of its own, keyed on (seed, its name) and drawn on the CPU. So equal names have
-    equal weights in every variant and on every device, in whatever order they are filled; and a rank that holds shards
-    draws each weight whole, one at a time, and keeps its own part.
+    Each weight has a random stream of its own, keyed on (seed, its name) and drawn on the CPU. So
+    equal names have equal weights in every variant and on every device, in whatever order they are
+    filled; and a rank that holds shards draws each weight whole, one at a time, and keeps its own
+    part.
     """
     roles, usual = model.roles(), normal(model.config.init_std)
     for name, weight in model.named_parameters():

@@ -30,10 +30,12 @@ PAGE = "report.html"
 
 
 def build_report(folders: list[Path], out: Path) -> list[str]:
-    """Writes report.html, report.md, tables/*.csv and figures/*.{png,svg,csv} under `out`; returns what was wrong.
+    """Writes report.html, report.md, tables/*.csv and figures/*.{png,svg,csv} under `out`; returns
+    what was wrong.
 
-    The same runs give the same files, to the byte, with the same version of matplotlib: there is no time in them, and the
-    order of `folders` does not count. Raises ReportError if there is no run to report on, or if `out` holds other things.
+    The same runs give the same files, to the byte, with the same version of matplotlib: there is no
+    time in them, and the order of `folders` does not count. Raises ReportError if there is no run
+    to report on, or if `out` holds other things.
     """
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / PAGE).is_file())):
         raise ReportError(f"out={out}: is there, and is no report; write out=ANOTHER_FOLDER")
@@ -127,7 +129,9 @@ def _write(sections: list[Section], out: Path) -> None:
 
 
 def _save(picture: Picture, folder: Path) -> bytes:
-    """NAME.png and NAME.svg; returns the latter. Names inside an SVG are random, and it has a date, unless told otherwise."""
+    """NAME.png and NAME.svg; returns the latter. Names inside an SVG are random, and it has a date,
+    unless told otherwise.
+    """
     picture.figure.savefig(folder / f"{picture.name}.png", dpi=130)
     drawing = io.BytesIO()
     with plt.rc_context({"svg.hashsalt": picture.name}):

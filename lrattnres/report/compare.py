@@ -1,7 +1,7 @@
 """Which runs may stand in one table, and which are seeds of the same thing.
 
-Two runs can be compared if every setting on which results depend is the same, but for the seed and the residual path,
-and if both read the same corpus and tokenizer by their fingerprints.
+Two runs can be compared if every setting on which results depend is the same, but for the seed and
+the residual path, and if both read the same corpus and tokenizer by their fingerprints.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ def granularity(residual: str, blocks: int | None) -> list[str]:
 
 @dataclass(frozen=True)
 class Entry:
-    """The runs of one residual path, one a seed, by seed; `row` of the paper's table, if it is one."""
+    """The runs of one residual path, one a seed, by seed; `row` of the paper's table, if it is one.
+    """
 
     choice: Choice
     row: PaperRow | None
@@ -154,7 +155,8 @@ class Group:
 
 
 def model_of(run: Run) -> ModelConfig | None:
-    """The settings of a run's model; None if this version does not know its path, or some of them."""
+    """The settings of a run's model; None if this version does not know its path, or some of them.
+    """
     prefix = "model."
     model = {
         key.removeprefix(prefix): value
@@ -206,7 +208,8 @@ def compare(runs: list[Run]) -> tuple[list[Group], list[Run], list[str]]:
     """What can be compared with what.
 
     Returns:
-        Groups, the one with the most runs first; unfinished runs; and a sentence for each duplicate.
+        Groups, the one with the most runs first; unfinished runs; and a sentence for each
+        duplicate.
     """
     unfinished = [run for run in runs if run.val_loss is None]
     finished = [run for run in runs if run.val_loss is not None]

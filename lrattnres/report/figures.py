@@ -1,7 +1,8 @@
 """The pictures of a report, each with its data: losses, effective sources, sharpness.
 
-Runs are split into panels by residual path and granularity, so that a legend has a handful of names; the baseline stands in
-each. Colours are those of Okabe and Ito, which colour-blind readers can tell apart, and lines differ in dashes too.
+Runs are split into panels by residual path and granularity, so that a legend has a handful of
+names; the baseline stands in each. Colours are those of Okabe and Ito, which colour-blind readers
+can tell apart, and lines differ in dashes too.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Picture:
 
 
 def loss_against_cost(group: Group) -> Picture:
-    """Figure 1: the paper's held-out losses and ours over the compute that the residual path adds."""
+    """Figure 1: the paper's held-out losses and ours over the compute that the residual path adds.
+    """
     rows: list[tuple[Any, ...]] = [
         (
             "paper",
@@ -156,7 +158,9 @@ def loss_curves(group: Group) -> Picture:
 
 
 def loss_differences(group: Group) -> Picture | None:
-    """Training loss minus the baseline's in the same step of the same seed, so on the same batch; None without a baseline."""
+    """Training loss minus the baseline's in the same step of the same seed, so on the same batch;
+    None without a baseline.
+    """
     plain = group.plain
     if plain is None:
         return None
@@ -213,7 +217,9 @@ def effective_sources(group: Group) -> Picture | None:
 
 
 def largest_weights(group: Group) -> Picture | None:
-    """The largest α of a token, averaged over tokens, at every read site, and what the Delta paper states."""
+    """The largest α of a token, averaged over tokens, at every read site, and what the Delta paper
+    states.
+    """
     stated = " and ".join(f"{claim.average} ({claim.method})" for claim in SHARPNESS)
     caption = "Largest α of a token, averaged over tokens and seeds. Dotted: averages over sites that the Delta paper states, "
     caption += f"{stated}."
@@ -265,7 +271,9 @@ Draw = Callable[[Any, Entry, dict[str, Any], list[tuple[Any, ...]]], bool]
 def _panels(
     group: Group, draw: Draw, across: str, up: str, attending: bool = False
 ) -> tuple[Figure, list[tuple[Any, ...]], list[str]]:
-    """A panel for each family of residual paths, `draw` called for each run in it; its data; and runs without any."""
+    """A panel for each family of residual paths, `draw` called for each run in it; its data; and
+    runs without any.
+    """
     plain = None if attending else group.plain
     entries = [
         entry for entry in group.entries if entry is not plain and (entry.attends or not attending)
@@ -321,7 +329,8 @@ def _panels(
 
 
 def _scatter(panel: Any, rows: Sequence[tuple[Any, ...]], colors: Mapping[str, Any]) -> None:
-    """(row, residual, blocks, rank, percent, loss, spread) as points with the names of their rows."""
+    """(row, residual, blocks, rank, percent, loss, spread) as points with the names of their rows.
+    """
     order = list(colors)
     for _, residual, blocks, _, percent, loss, spread in sorted(
         rows, key=lambda row: (order.index(row[1]), row[2] or 99)
@@ -352,7 +361,9 @@ def _colors(residuals: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def _name_points(panel: Any, points: Sequence[tuple[str, float, float]]) -> None:
-    """Each name on the side of its point where it is farthest from other points and from names set before it."""
+    """Each name on the side of its point where it is farthest from other points and from names set
+    before it.
+    """
     low, high = panel.get_xlim(), panel.get_ylim()
     panel.set(xlim=low, ylim=high)
     size = (

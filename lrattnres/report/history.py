@@ -1,4 +1,6 @@
-"""What was measured step by step: metrics.jsonl of a run folder, or the history of a W&B run as JSON or CSV."""
+"""What was measured step by step: metrics.jsonl of a run folder, or the history of a W&B run as
+JSON or CSV.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ class HistoryError(Exception):
 
 
 def read_history(path: Path) -> list[dict[str, Any]]:
-    """The records of the run in folder `path`, by step; of a step that was repeated, the last values.
+    """The records of the run in folder `path`, by step; of a step that was repeated, the last
+    values.
 
     Raises HistoryError.
     """
@@ -41,9 +44,11 @@ def read_history(path: Path) -> list[dict[str, Any]]:
 
 
 def read_gaps(path: Path, last: int) -> list[str]:
-    """A sentence for each place in metrics.jsonl of the run in folder `path` where lines are missing or changed.
+    """A sentence for each place in metrics.jsonl of the run in folder `path` where lines are
+    missing or changed.
 
-    `last` is the step up to which there must be records. Raises nothing for a file that cannot be read.
+    `last` is the step up to which there must be records. Raises nothing for a file that cannot be
+    read.
     """
     file = path / "metrics.jsonl"
     if not file.is_file():
@@ -59,7 +64,9 @@ def read_gaps(path: Path, last: int) -> list[str]:
 
 
 def read_json(text: str) -> Any:
-    """JSON, numbers that are not finite in any of the spellings of Python, W&B and our own files. Raises ValueError."""
+    """JSON, numbers that are not finite in any of the spellings of Python, W&B and our own files.
+    Raises ValueError.
+    """
     return from_json(text, foreign=True)
 
 
@@ -88,7 +95,9 @@ def _record(value: Any) -> dict[str, Any]:
 
 
 def _csv(file: Path) -> list[dict[str, Any]]:
-    """`run.history().to_csv()`, or the CSV export of a chart, whose columns are `NAME - loss`, `…__MIN` and `…__MAX`."""
+    """`run.history().to_csv()`, or the CSV export of a chart, whose columns are `NAME - loss`,
+    `…__MIN` and `…__MAX`.
+    """
     with file.open(encoding="utf-8", newline="") as lines:
         head, *rows = list(csv.reader(lines)) or [[]]
     columns: dict[str, int] = {}

@@ -18,7 +18,9 @@ from lrattnres.training.memory import GB, estimate_memory
 
 
 def held_out(entry: Entry) -> list[Mapping[str, Any]]:
-    """Diagnostics of the seeds that were measured on held-out tokens; those made in training have no mean α."""
+    """Diagnostics of the seeds that were measured on held-out tokens; those made in training have
+    no mean α.
+    """
     return [
         run.diagnostics
         for run in entry.runs
@@ -27,7 +29,8 @@ def held_out(entry: Entry) -> list[Mapping[str, Any]]:
 
 
 def per_site(entry: Entry, name: str) -> list[float | None] | None:
-    """A diagnostic of each read site, averaged over seeds; None at sites that route nothing, or if no seed has it.
+    """A diagnostic of each read site, averaged over seeds; None at sites that route nothing, or if
+    no seed has it.
 
     Seeds measured on held-out tokens are preferred to those that only have it from training.
     """
@@ -42,7 +45,9 @@ def per_site(entry: Entry, name: str) -> list[float | None] | None:
 
 
 def sharpness(group: Group) -> Table:
-    """The largest α of a token, averaged over tokens, over routing sites and over seeds; first the Delta paper's claim."""
+    """The largest α of a token, averaged over tokens, over routing sites and over seeds; first the
+    Delta paper's claim.
+    """
     rows: list[tuple[str, ...]] = [
         (
             f"{claim.method} (Delta paper)",
@@ -81,7 +86,9 @@ def sharpness(group: Group) -> Table:
 
 
 def speed(group: Group) -> Table:
-    """Median rate over logged steps and seeds, its ratio to the baseline's, and memory as it is counted before a run."""
+    """Median rate over logged steps and seeds, its ratio to the baseline's, and memory as it is
+    counted before a run.
+    """
     rates = {entry.label: _median(entry, "tokens_per_second") for entry in group.entries}
     base = rates[group.plain.label] if group.plain else None
     rows: list[tuple[str, ...]] = []
@@ -130,7 +137,8 @@ def _machine(run: Run) -> str:
 
 
 def _memory(run: Run) -> float | None:
-    """Bytes; None for a path or settings of a model that this version of the program does not know."""
+    """Bytes; None for a path or settings of a model that this version of the program does not know.
+    """
     if model_of(run) is None:
         return None
     ranks = [

@@ -15,7 +15,9 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class PaperRow:
-    """A row of Table 1 of the low-rank paper. `added_flops_percent` and `val_loss` are texts, as they are printed."""
+    """A row of Table 1 of the low-rank paper. `added_flops_percent` and `val_loss` are texts, as
+    they are printed.
+    """
 
     row: str
     method: str
@@ -38,7 +40,9 @@ class PaperNorm:
 
 @dataclass(frozen=True)
 class Sharpness:
-    """The largest α of a site, averaged over tokens and sites, that the Delta paper states for two block models."""
+    """The largest α of a site, averaged over tokens and sites, that the Delta paper states for two
+    block models.
+    """
 
     method: str
     average: float
@@ -67,6 +71,8 @@ def paper_rank(rank: int | None, dim: int) -> Fraction | None:
 
 
 def row_of(choice: Mapping[str, Any], dim: int) -> PaperRow | None:
-    """The row that a residual path is, by `residual`, `blocks` (None: full) and `rank`; None if the paper has no such row."""
+    """The row that a residual path is, by `residual`, `blocks` (None: full) and `rank`; None if the
+    paper has no such row.
+    """
     key = (choice["residual"], choice["blocks"], paper_rank(choice["rank"], dim))
     return next((row for row in TABLE1 if (row.residual, row.blocks, row.rank) == key), None)

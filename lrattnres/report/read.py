@@ -1,4 +1,5 @@
-"""Runs as files: a run folder, or an export from Weights & Biases; wherever they lie and whoever wrote them.
+"""Runs as files: a run folder, or an export from Weights & Biases; wherever they lie and whoever
+wrote them.
 
 A folder is a run if it has a configuration. What is read, the first of each line that is there:
 
@@ -7,7 +8,8 @@ A folder is a run if it has a configuration. What is read, the first of each lin
     summary.json, wandb-summary.json                           the last values
     identity.json, environment.json, evaluation/step_*.diagnostics.json
 
-The last three are those of a run folder. Nothing is imported, executed or followed out of the folder.
+The last three are those of a run folder. Nothing is imported, executed or followed out of the
+folder.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ class ReportError(Exception):
 
 @dataclass(frozen=True)
 class Run:
-    """What is known of one run. `settings` are dotted keys, those that the file leaves out at their defaults; `errors` say
-    what is missing or unreadable, and what the report cannot show for it.
+    """What is known of one run. `settings` are dotted keys, those that the file leaves out at their
+    defaults; `errors` say what is missing or unreadable, and what the report cannot show for it.
     """
 
     name: str
@@ -83,7 +85,9 @@ class Run:
         return None
 
     def series(self, name: str) -> list[tuple[int, float]]:
-        """(step, value) of every record that has this number; numbers that are not finite are left in."""
+        """(step, value) of every record that has this number; numbers that are not finite are left
+        in.
+        """
         return [
             (record["step"], float(record[name]))
             for record in self.records
@@ -92,7 +96,9 @@ class Run:
 
 
 def find_runs(folders: list[Path]) -> tuple[list[Run], list[str]]:
-    """All runs in `folders` and below them, by name, each folder once; and what is wrong, one sentence each."""
+    """All runs in `folders` and below them, by name, each folder once; and what is wrong, one
+    sentence each.
+    """
     runs: dict[Path, Run] = {}
     errors: list[str] = []
     for folder in folders:
@@ -114,7 +120,9 @@ def find_runs(folders: list[Path]) -> tuple[list[Run], list[str]]:
 
 
 def read_run(path: Path) -> Run:
-    """One run. Raises ReportError if its configuration cannot be read; any other error becomes one of `Run.errors`."""
+    """One run. Raises ReportError if its configuration cannot be read; any other error becomes one
+    of `Run.errors`.
+    """
     settings = _settings(path)
     errors: list[str] = []
     try:
@@ -133,7 +141,9 @@ def read_run(path: Path) -> Run:
 
 
 def _last_recorded(path: Path, summary: Mapping[str, Any]) -> int:
-    """The last step that has a record, as summary and newest checkpoint know it; 0 where they do not."""
+    """The last step that has a record, as summary and newest checkpoint know it; 0 where they do
+    not.
+    """
     known = [summary.get("step")]
     for file in path.glob("checkpoints/step_*/manifest.json"):
         details = _optional(path, (str(file.relative_to(path)),), []).get("details")
@@ -158,7 +168,9 @@ def _candidates(folder: Path) -> Iterator[Path]:
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    """The resolved configuration, complete. W&B wraps each top-level value as {value: …} and adds keys of its own."""
+    """The resolved configuration, complete. W&B wraps each top-level value as {value: …} and adds
+    keys of its own.
+    """
     file = next((path / name for name in CONFIGS if (path / name).is_file()), None)
     if file is None:
         raise ReportError(
@@ -212,7 +224,8 @@ def _refusal(path: Path) -> str:
 
 
 def _optional(path: Path, names: tuple[str, ...], errors: list[str]) -> dict[str, Any]:
-    """The first of the files that is there; {} if none is, or if it is damaged, which is an error."""
+    """The first of the files that is there; {} if none is, or if it is damaged, which is an error.
+    """
     file = next((path / name for name in names if (path / name).is_file()), None)
     if file is None:
         return {}
@@ -229,7 +242,8 @@ def _optional(path: Path, names: tuple[str, ...], errors: list[str]) -> dict[str
 def _diagnostics(
     path: Path, settings: Mapping[str, Any], records: list[dict[str, Any]], errors: list[str]
 ) -> dict[str, Any] | None:
-    """The newest of evaluation/, else the newest of training, which has no mean α. `of` says which."""
+    """The newest of evaluation/, else the newest of training, which has no mean α. `of` says which.
+    """
     sites = 2 * settings["model.layers"] + 1
     files = sorted(
         path.glob("evaluation/step_*.diagnostics.json"),

@@ -83,7 +83,9 @@ def _measure(record: dict[str, Any]) -> str:
 
 
 def visible(text: str) -> str:
-    """A token for an axis: white space by signs, what the font lacks by its number, and not too long."""
+    """A token for an axis: white space by signs, what the font lacks by its number, and not too
+    long.
+    """
     has = get_font(findfont("monospace")).get_char_index
     marked = "".join(
         sign if has(ord(sign)) and sign.isprintable() else f"\\u{ord(sign):04x}"

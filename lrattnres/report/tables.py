@@ -82,7 +82,8 @@ OURS = (
 
 
 def other_runs(group: Group) -> Table | None:
-    """What is none of the 20 rows, with our columns and parameters; None if there is no such run."""
+    """What is none of the 20 rows, with our columns and parameters; None if there is no such run.
+    """
     entries = [entry for entry in group.entries if not entry.row]
     rows = [
         (
@@ -180,7 +181,8 @@ def added_percent(run: Run) -> float | None:
 
 
 def differences(entry: Entry, group: Group) -> list[float]:
-    """Loss minus that of the baseline with the same seed, for every seed that both have, in nats."""
+    """Loss minus that of the baseline with the same seed, for every seed that both have, in nats.
+    """
     base = group.plain.losses if group.plain else {}
     return [loss - base[seed] for seed, loss in entry.losses.items() if seed in base]
 
@@ -242,7 +244,9 @@ def _notes(group: Group) -> list[str]:
 
 
 def _order_of(ours: Mapping[str, Entry]) -> list[str]:
-    """How far the order of our rows is the paper's: Spearman's correlation of the losses of the rows that both have."""
+    """How far the order of our rows is the paper's: Spearman's correlation of the losses of the
+    rows that both have.
+    """
     pairs = [
         (float(row.val_loss), statistics.fmean(ours[row.row].losses.values()))
         for row in TABLE1

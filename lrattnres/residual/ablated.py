@@ -1,7 +1,8 @@
-"""Attention residuals with what the papers decided taken back, one setting each; docs/ablations.md has the equations.
+"""Attention residuals with what the papers decided taken back, one setting each; docs/ablations.md
+has the equations.
 
-Beside the ablations of `model.depth` this is the home of `model.gate`. With none of them set, everything here is the
-definition in attention.py.
+Beside the ablations of `model.depth` this is the home of `model.gate`. With none of them set,
+everything here is the definition in attention.py.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Parameters(nn.Module):
 
     Args:
         query_projections: float32 [M, r, d], zero at the start; None unless `input_queries`.
-        source_scales: float32, one for each source that the head may read, one at the start; None unless `learned_scale`.
+        source_scales: float32, one for each source that the head may read, one at the start; None
+            unless `learned_scale`.
     """
 
     def __init__(self, query_projections: Tensor | None, source_scales: Tensor | None):
@@ -95,7 +97,8 @@ class Ablated(AttentionResiduals):
         return state
 
     def scaled(self, source: Source, site: int) -> Source:
-        """The newest source of a site as it is read. An emitted key is not scaled with its value."""
+        """The newest source of a site as it is read. An emitted key is not scaled with its value.
+        """
         sources = self.plan.sources(site)
         factor, value = self.block_scale(len(sources[-1])), source.value
         scales = self.ablations.source_scales
@@ -131,7 +134,9 @@ class Ablated(AttentionResiduals):
         return depth_weights(self.query(site, sources[-1]), keys, self.scoring)
 
     def query(self, site: int, newest: Source) -> Tensor:
-        """q_t, or q_t + W_t·RMSNorm(v) of the newest source v: [r] or [..., r], with the factor of the logits."""
+        """q_t, or q_t + W_t·RMSNorm(v) of the newest source v: [r] or [..., r], with the factor of
+        the logits.
+        """
         query, projections = super().query(site, newest), self.ablations.query_projections
         if projections is not None:
             value = newest.value[..., : self.dim]
@@ -140,7 +145,8 @@ class Ablated(AttentionResiduals):
         return query if self.logit_scale == 1 else self.logit_scale * query
 
     def used(self, state: State, site: int, mixture: Tensor) -> Tensor:
-        """With a gate γ and the plain stream s: s + γ(m − s), or s + γm where the mixture is added."""
+        """With a gate γ and the plain stream s: s + γ(m − s), or s + γm where the mixture is added.
+        """
         if self.gates is None or site == 0:
             return super().used(state, site, mixture)
         assert state.stream is not None

@@ -1,16 +1,18 @@
-"""Attention over depth: every sub-layer chooses what it reads by a softmax over all that was written before it.
+"""Attention over depth: every sub-layer chooses what it reads by a softmax over all that was
+written before it.
 
     α_t = softmax over sources i of q_t · RMSNorm(k_i)        m_t = Σ_i α_{t,i} v_i
 
     h_t = m_t, or o_0 + Σ_{i<t} o_i + m_t
 
-A source's value v_i is the embedding, an output, or the sum of the outputs of a depth block. q_t is a learned
-vector of site t, the same for all tokens and zero at the start, so that every read begins as the mean of its
-sources. The first site has one source, and reads it: o_0.
+A source's value v_i is the embedding, an output, or the sum of the outputs of a depth block. q_t is
+a learned vector of site t, the same for all tokens and zero at the start, so that every read begins
+as the mean of its sources. The first site has one source, and reads it: o_0.
 
-The published systems make three choices: how the key k_i is made (keys.py), which sources there are (plan.py), and
-whether the mixture replaces the residual stream or is added to it. This file is their definition, one site at a time.
-Ablations are in ablated.py, and fused/ reads several sites at once.
+The published systems make three choices: how the key k_i is made (keys.py), which sources there are
+(plan.py), and whether the mixture replaces the residual stream or is added to it. This file is
+their definition, one site at a time. Ablations are in ablated.py, and fused/ reads several sites at
+once.
 """
 
 from __future__ import annotations
@@ -88,11 +90,14 @@ class AttentionResiduals(ResidualPath):
         return self.received(state, site + 1, self.written(value, emitted))
 
     def written(self, value: Tensor, emitted: Tensor) -> Source:
-        """An output as a source. Emitted keys are normalised before they are summed over a block."""
+        """An output as a source. Emitted keys are normalised before they are summed over a block.
+        """
         return Source(value, rms_norm(emitted) if self.emit_dim else None)
 
     def received(self, state: State, site: int, newest: Source) -> State:
-        """The state that `site` reads, with the source written last: on its own, or added to its block."""
+        """The state that `site` reads, with the source written last: on its own, or added to its
+        block.
+        """
         source = newest if state.partial is None else state.partial.plus(newest)
         if self.completes(site):
             return state._replace(sources=(*state.sources, source), partial=None)
@@ -123,7 +128,9 @@ class AttentionResiduals(ResidualPath):
         return self.queries[site - 1]
 
     def used(self, state: State, site: int, mixture: Tensor) -> Tensor:
-        """h of a site from its mixture m. The first site adds nothing: its mixture is the whole stream."""
+        """h of a site from its mixture m. The first site adds nothing: its mixture is the whole
+        stream.
+        """
         if self.replaces or site == 0:
             return mixture
         assert state.stream is not None
@@ -165,7 +172,9 @@ class AttentionResiduals(ResidualPath):
 
     @classmethod
     def cost(cls, config: ModelConfig) -> Added:
-        """Appendix A of the low-rank paper: (d + r)·S for the reads, r[L(d + m) + d] for emitted keys."""
+        """Appendix A of the low-rank paper: (d + r)·S for the reads, r[L(d + m) + d] for emitted
+        keys.
+        """
         plan, dim, rank = plan_of(config), config.dim, cls.rule.rank(config.rank, config.dim)
         hidden = config.heads * config.head_width + config.mlp_width
         rows = rank * (config.layers * hidden + dim) if cls.rule.emits else 0
@@ -241,7 +250,9 @@ class AttnRes(AttentionResiduals):
 
 
 class ProjectedLowRank(AttentionResiduals):
-    """Projected Low-Rank Attention Residuals (arXiv 2607.09694): k_i are r rows more of the projection that wrote v_i."""
+    """Projected Low-Rank Attention Residuals (arXiv 2607.09694): k_i are r rows more of the
+    projection that wrote v_i.
+    """
 
     residual, rule = "p_lr", PROJECTED
     uses = AttentionResiduals.uses | {"rank"}
@@ -255,6 +266,8 @@ class SlicedLowRank(AttentionResiduals):
 
 
 class Delta(AttentionResiduals):
-    """Delta Attention Residuals (arXiv 2605.18855): k_i = v_i, and the mixture is added to the stream."""
+    """Delta Attention Residuals (arXiv 2605.18855): k_i = v_i, and the mixture is added to the
+    stream.
+    """
 
     residual, rule, published = "delta", VALUE, Routing.add

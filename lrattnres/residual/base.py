@@ -1,9 +1,9 @@
 """The interface of a residual path, and the table of all there are.
 
-A transformer of L blocks has M = 2L sub-layers. Sub-layer i = 1 … M writes its output o_i; o_0 is the
-token embedding. A *residual path* says what each sub-layer reads of all that was written before it:
-it makes h_t for the read sites t = 1 … M + 1, of which the last feeds the output head. The model
-runs the loop, and cuts it at the sub-layer:
+A transformer of L blocks has M = 2L sub-layers. Sub-layer i = 1 … M writes its output o_i; o_0 is
+the token embedding. A *residual path* says what each sub-layer reads of all that was written before
+it: it makes h_t for the read sites t = 1 … M + 1, of which the last feeds the output head. The
+model runs the loop, and cuts it at the sub-layer:
 
     state = path.begin(embedding)
     for site in range(M):                                 # site = t - 1
@@ -14,8 +14,8 @@ runs the loop, and cuts it at the sub-layer:
 A state is a NamedTuple of tensors. So one loop serves training, decoding, activation checkpointing,
 shards and every look inside, and nothing of a forward pass survives in a module.
 
-A new path is one file here that defines a class with a `residual` name, and one file configs/path/NAME.yaml;
-docs/add_a_path.md writes one step by step.
+A new path is one file here that defines a class with a `residual` name, and one file
+configs/path/NAME.yaml; docs/add_a_path.md writes one step by step.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ class Added(NamedTuple):
 
     Args:
         parameters: learned numbers that the plain transformer does not have.
-        mixing: multiply-adds a token of scoring, weighting and summing; a weight times a vector of width d is d.
+        mixing: multiply-adds a token of scoring, weighting and summing; a weight times a vector of
+            width d is d.
         projections: multiply-adds a token of the linear maps that make keys, queries or weights.
         carried: the most values a token that a state holds while a sub-layer runs.
     """
@@ -111,10 +112,13 @@ class ResidualPath(nn.Module):
     Attributes:
         residual: its name, `model.residual=NAME`; a class without a name is not in the table.
         Options: frozen dataclass of its own settings, `model.path.*`.
-        uses: which of the settings `rank`, `blocks`, `routing`, `gate` and `depth` mean something to it.
-        start: how a new model compares with its baseline: "bits" (equal logits), "scaled" (every read is the
+        uses: which of the settings `rank`, `blocks`, `routing`, `gate` and `depth` mean something
+            to it.
+        start: how a new model compares with its baseline: "bits" (equal logits), "scaled" (every
+            read is the
             baseline's times a number, which the norm takes away but for its epsilon) or "other".
-        linear: whether h is a sum of the outputs with one number each, given the weights of a token.
+        linear: whether h is a sum of the outputs with one number each, given the weights of a
+            token.
         plain: whether it is the one that the others are compared with.
         attends: whether a read is a softmax over sources, so that `weights` gives α.
         keeps: whether `write` wants attention's raw keys and values.
@@ -157,7 +161,8 @@ class ResidualPath(nn.Module):
             state: what `read` was given.
             site: which sub-layer, from 0.
             output: [..., d + emit_dim] in the model's dtype.
-            raw: attention's keys and values before any norm, if the path `keeps` them; of an MLP None.
+            raw: attention's keys and values before any norm, if the path `keeps` them; of an MLP
+                None.
         """
         raise NotImplementedError
 
@@ -172,15 +177,21 @@ class ResidualPath(nn.Module):
     def keys_values(
         self, state: State, site: int, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The keys and values [B, T, heads, head_dim] that attention uses in place of its raw ones, if `keeps`."""
+        """The keys and values [B, T, heads, head_dim] that attention uses in place of its raw ones,
+        if `keeps`.
+        """
         return key, value
 
     def weights(self, state: State, site: int) -> Tensor | None:
-        """α of a read, float32 [..., sources], [..., heads, sources] for several heads; None where nothing attends."""
+        """α of a read, float32 [..., sources], [..., heads, sources] for several heads; None where
+        nothing attends.
+        """
         return None
 
     def sources_of(self, site: int) -> tuple[range, ...]:
-        """What `weights` weighs at a site: the outputs that each source sums, counted from 1; the embedding is range(1)."""
+        """What `weights` weighs at a site: the outputs that each source sums, counted from 1; the
+        embedding is range(1).
+        """
         return ()
 
     # --- what the rest of the package asks of it --------------------------------------------------
@@ -200,7 +211,8 @@ class ResidualPath(nn.Module):
         return self
 
     def decodes(self, *, together: bool) -> None:
-        """Prepares for decoding a token at a time; `together`: reads that can be done at once are."""
+        """Prepares for decoding a token at a time; `together`: reads that can be done at once are.
+        """
 
     @classmethod
     def options_of(cls, config: ModelConfig) -> Any:
@@ -223,7 +235,9 @@ class ResidualPath(nn.Module):
 
     @classmethod
     def errors(cls, config: ModelConfig) -> Iterator[str]:
-        """A line for each setting, or combination of them, that cannot be: what, why, and what to write."""
+        """A line for each setting, or combination of them, that cannot be: what, why, and what to
+        write.
+        """
         try:
             cls.options_of(config)
         except ConfigError as error:
@@ -231,7 +245,8 @@ class ResidualPath(nn.Module):
 
     @classmethod
     def settled(cls, config: ModelConfig) -> tuple[ModelConfig, list[str]]:
-        """The settings as they are recorded, and a line for each that has no meaning for this path and is dropped.
+        """The settings as they are recorded, and a line for each that has no meaning for this path
+        and is dropped.
 
         So one command can sweep over paths that have different settings.
         """
@@ -295,7 +310,8 @@ def pattern_of(name: str) -> str:
 
 @cache
 def paths() -> dict[str, type[ResidualPath]]:
-    """The table of residual paths, by name: all that is defined in this folder, and in those that the environment names.
+    """The table of residual paths, by name: all that is defined in this folder, and in those that
+    the environment names.
 
     Raises:
         ConfigError: if two classes have one name.
@@ -335,5 +351,7 @@ def _modules() -> Iterator[ModuleType]:
 
 
 def path_of(config: ModelConfig) -> type[ResidualPath]:
-    """The class of a model's residual path, ablations included. `config.residual` must be in the table."""
+    """The class of a model's residual path, ablations included. `config.residual` must be in the
+    table.
+    """
     return paths()[config.residual].variant(config)

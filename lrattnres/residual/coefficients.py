@@ -1,8 +1,8 @@
 """What each site takes from each output: c with h_t = Σ_i c_{t,i} o_i, for every path by one means.
 
-The mixing of a path works on the last axis of its values, whatever the width, and its weights come from the first d
-columns. So each value carries M + 1 columns more, which say of which outputs it is made: the columns of o_i are the i-th
-unit vector. What stands in them at h_t are the coefficients.
+The mixing of a path works on the last axis of its values, whatever the width, and its weights come
+from the first d columns. So each value carries M + 1 columns more, which say of which outputs it is
+made: the columns of o_i are the i-th unit vector. What stands in them at h_t are the coefficients.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ class Traced:
     """A residual path whose values carry those columns; to a model it is the path itself.
 
     Args:
-        path: one that reads a site at a time, such as `path_of(config).build` makes with kernels=reference.
+        path: one that reads a site at a time, such as `path_of(config).build` makes with
+            kernels=reference.
     """
 
     def __init__(self, path: ResidualPath):

@@ -1,6 +1,8 @@
-"""What a model costs: the plain transformer, counted here, and what its residual path adds, which the path says.
+"""What a model costs: the plain transformer, counted here, and what its residual path adds, which
+the path says.
 
-Compute is in multiply-adds a token. Softmax and normalisation are of lower order and left out, as in the papers.
+Compute is in multiply-adds a token. Softmax and normalisation are of lower order and left out, as
+in the papers.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ class Cost:
     """The cost of one model.
 
     Args:
-        core: multiply-adds a token of the plain transformer without embedding and head, L(4d² + 3dm).
+        core: multiply-adds a token of the plain transformer without embedding and head, L(4d² +
+            3dm).
         attention: those of QKᵀ and αV over a causal window, L·d·T.
         head: d·vocabulary.
         beside: parameters of the embedding, if it is not the head, and of the gains of norms.
@@ -36,12 +39,16 @@ class Cost:
 
     @property
     def added_percent(self) -> float:
-        """What the residual path adds, in percent of the core: the axis of the low-rank paper's Figure 1."""
+        """What the residual path adds, in percent of the core: the axis of the low-rank paper's
+        Figure 1.
+        """
         return 100 * self.added_compute / self.core
 
     @property
     def training_flops(self) -> int:
-        """FLOPs a token of a training step: a multiply-add is two, and the backward pass twice the forward."""
+        """FLOPs a token of a training step: a multiply-add is two, and the backward pass twice the
+        forward.
+        """
         return 6 * (self.core + self.added_compute + self.attention + self.head)
 
     @property

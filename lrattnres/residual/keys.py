@@ -1,4 +1,6 @@
-"""How the key of a source is made: from the value, from a slice of it, or by rows of its own in the projection."""
+"""How the key of a source is made: from the value, from a slice of it, or by rows of its own in the
+projection.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,14 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class KeyRule:
-    """One way to make keys: the only place that knows it, for training, kernels, decoding and every look inside.
+    """One way to make keys: the only place that knows it, for training, kernels, decoding and every
+    look inside.
 
     Args:
         ranked: whether the width r is free; else r = d.
         emits: whether each output projection writes r columns more, which are the key.
-        key: (source, r, d) -> [..., r]. A value may have more than d columns; those are never part of a key.
+        key: (source, r, d) -> [..., r]. A value may have more than d columns; those are never part
+            of a key.
     """
 
     ranked: bool
@@ -54,7 +58,9 @@ class KeyRule:
         return rank if self.ranked and rank else dim
 
     def is_tail(self, rank: int, dim: int) -> bool:
-        """Whether the key is the last r columns of the value, where kernels can read it: asked of the rule itself."""
+        """Whether the key is the last r columns of the value, where kernels can read it: asked of
+        the rule itself.
+        """
         columns = torch.arange(float(dim), device="cpu")
         return not self.emits and self.key(Source(columns), rank, dim).tolist() == list(
             range(dim - rank, dim)

@@ -1,7 +1,8 @@
-"""Comparisons at equal parameters, tokens or compute: what of a run changes so that it matches another residual path.
+"""Comparisons at equal parameters, tokens or compute: what of a run changes so that it matches
+another residual path.
 
-The other run is the same configuration with `model.residual=match_to`. One number changes, and it is a whole number, so
-something may be left over; a Matched says what.
+The other run is the same configuration with `model.residual=match_to`. One number changes, and it
+is a whole number, so something may be left over; a Matched says what.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from lrattnres.residual.cost import cost
 
 
 class Matched(NamedTuple):
-    """The configuration that matches, and a sentence: what was changed, and by how much it is still off."""
+    """The configuration that matches, and a sentence: what was changed, and by how much it is still
+    off.
+    """
 
     config: TrainConfig
     note: str
@@ -26,7 +29,8 @@ def reference_of(model: ModelConfig, residual: str) -> ModelConfig:
     """The same model with the residual path `residual`, as published.
 
     Args:
-        model: with the rank and depth blocks that the other path is to have, if it has a use for them.
+        model: with the rank and depth blocks that the other path is to have, if it has a use for
+            them.
         residual: a name of the table of paths.
 
     Raises:
@@ -48,7 +52,9 @@ def _flops(model: ModelConfig) -> int:
 
 
 def _by_parameters(config: TrainConfig, other: ModelConfig) -> Matched:
-    """The width of the MLP for which the number of parameters, which is linear in it, comes closest."""
+    """The width of the MLP for which the number of parameters, which is linear in it, comes
+    closest.
+    """
     goal, model = _parameters(other), config.model
 
     def of(width: int) -> int:
@@ -68,13 +74,17 @@ def _by_parameters(config: TrainConfig, other: ModelConfig) -> Matched:
 
 
 def _by_tokens(config: TrainConfig, other: ModelConfig) -> Matched:
-    """Nothing to change: the other run has the same batch and steps. It is said, so that it is recorded."""
+    """Nothing to change: the other run has the same batch and steps. It is said, so that it is
+    recorded.
+    """
     tokens = config.steps * config.global_batch * config.model.context
     return Matched(config, _sentence("steps", config.steps, config.steps, tokens, tokens, "tokens"))
 
 
 def _by_compute(config: TrainConfig, other: ModelConfig) -> Matched:
-    """The number of steps for which all FLOPs of training, embedding left out and head and attention counted, come closest."""
+    """The number of steps for which all FLOPs of training, embedding left out and head and
+    attention counted, come closest.
+    """
     tokens = config.global_batch * config.model.context
     goal, step = config.steps * tokens * _flops(other), tokens * _flops(config.model)
     steps = round(goal / step)
@@ -108,8 +118,10 @@ MATCHES: dict[str, Callable[[TrainConfig, ModelConfig], Matched]] = {
 
 
 def matched(config: TrainConfig, given: ModelConfig) -> Matched:
-    """`config` with what `match` and `match_to` ask for. The other run has the rank and blocks of `given`, where it has a
-    use for them: `config` has lost what its own residual path does not need. Both know their vocabulary.
+    """`config` with what `match` and `match_to` ask for. The other run has the rank and blocks of
+    `given`, where it has a
+    use for them: `config` has lost what its own residual path does not need. Both know their
+    vocabulary.
 
     Raises ValueError where nothing can match.
     """

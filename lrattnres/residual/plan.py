@@ -10,11 +10,14 @@ from lrattnres.config import ModelConfig, Sources
 
 @dataclass(frozen=True)
 class DepthPlan:
-    """M residual-writing sub-layers in N contiguous blocks; block j = 1..N ends after sub-layer ⌈M·j/N⌉.
+    """M residual-writing sub-layers in N contiguous blocks; block j = 1..N ends after sub-layer
+    ⌈M·j/N⌉.
 
-    Sites are counted by what has been written when they read: site s reads after s sub-layers, so site s feeds
-    sub-layer s (from 0) and site M feeds the output head. `blocks=None` makes every sub-layer a block of its own.
-    embedding: whether sites after the first read it too. states: a source holds all outputs up to the end of its block.
+    Sites are counted by what has been written when they read: site s reads after s sub-layers, so
+    site s feeds sub-layer s (from 0) and site M feeds the output head. `blocks=None` makes every
+    sub-layer a block of its own.
+    embedding: whether sites after the first read it too. states: a source holds all outputs up to
+    the end of its block.
     null: those sites may also read nothing, a source without outputs.
     """
 
@@ -46,7 +49,8 @@ class DepthPlan:
         return site + 1 in self.ends
 
     def sources(self, site: int) -> tuple[range, ...]:
-        """The outputs each source of a site sums, counted from 1; the embedding, output 0, is `range(0, 1)`.
+        """The outputs each source of a site sums, counted from 1; the embedding, output 0, is
+        `range(0, 1)`.
 
         The null source, `range(0)`, comes first.
         """
@@ -64,12 +68,16 @@ class DepthPlan:
 
     @property
     def reads(self) -> int:
-        """S of the paper's appendix: the number of sources summed over every site that routes; nothing costs nothing."""
+        """S of the paper's appendix: the number of sources summed over every site that routes;
+        nothing costs nothing.
+        """
         return sum(sum(map(bool, self.sources(site))) for site in self.sites if site > 0)
 
     @property
     def retained(self) -> int:
-        """K of the paper's appendix: the most sources that any site reads, and so the most that are kept at one time."""
+        """K of the paper's appendix: the most sources that any site reads, and so the most that are
+        kept at one time.
+        """
         return max(sum(map(bool, self.sources(site))) for site in self.sites)
 
 

@@ -1,8 +1,9 @@
 """Where each site reads, averaged over tokens as they stream by: nothing of a token is kept.
 
-Definitions of the papers: N_eff(t, x) = exp(entropy of α_t(x)), averaged over tokens x (Figure 2); mean α per site and
-source (Figure 3); the largest α of a token, averaged (the Delta paper's sharpness). Several heads count like tokens: each
-is measured by itself, and the results are means over heads too.
+Definitions of the papers: N_eff(t, x) = exp(entropy of α_t(x)), averaged over tokens x (Figure 2);
+mean α per site and source (Figure 3); the largest α of a token, averaged (the Delta paper's
+sharpness). Several heads count like tokens: each is measured by itself, and the results are means
+over heads too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from lrattnres.residual.coefficients import Traced
 class DepthProbe:
     """An observer of forward passes: `model(tokens, mask, probe, probe.path)`. Sums are float64.
 
-    Called with `valid`, booleans [B, T], it counts those positions alone: `partial(probe, valid=…)`.
+    Called with `valid`, booleans [B, T], it counts those positions alone: `partial(probe,
+    valid=…)`.
 
     Args:
         path: the model's residual path.
@@ -59,7 +61,9 @@ class DepthProbe:
         self.weights[site] += _sum_of_rows(weights) / path.heads
 
     def sums(self) -> list[Tensor]:
-        """Everything that adds up over tokens, alive: ranks make one result of theirs by summing these in place."""
+        """Everything that adds up over tokens, alive: ranks make one result of theirs by summing
+        these in place.
+        """
         own = [self.tokens, self.norm, self.effective, self.largest]
         return [*own, *self.weights, *self.coefficients]
 
@@ -99,7 +103,9 @@ def _total(values: Tensor) -> Tensor:
 
 
 def source_name(members: range) -> str:
-    """A source of a plan by the outputs that it sums, counted from 1: `null`, `embedding`, `5`, `1-4`; a state: `0-4`."""
+    """A source of a plan by the outputs that it sums, counted from 1: `null`, `embedding`, `5`,
+    `1-4`; a state: `0-4`.
+    """
     if not members:
         return "null"
     if members == range(1):

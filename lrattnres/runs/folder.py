@@ -310,7 +310,9 @@ class RunFolder:
 
 
 def _full_paths(config: TrainConfig) -> dict[str, str]:
-    """Setting -> path from the root on, of every setting in PATHS that names a place on this machine."""
+    """Setting -> path from the root on, of every setting in PATHS that names a place on this
+    machine.
+    """
     values = values_of(config)
     return {
         key: str(Path(values[key]).expanduser().resolve())

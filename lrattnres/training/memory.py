@@ -1,9 +1,10 @@
-"""How much memory a run takes on each rank, found by running one micro-batch on the meta device, where nothing is computed.
+"""How much memory a run takes on each rank, found by running one micro-batch on the meta device,
+where nothing is computed.
 
-What a forward and a backward pass keep is then whatever the model, its depth routing and its activation checkpointing
-really keep; only attention is stood in for, by what every fused kernel saves. A compiled model keeps less than this.
-Not counted: the context and the fragmentation of CUDA (a few percent), and temporaries of the optimizer, which come
-when activations have gone.
+What a forward and a backward pass keep is then whatever the model, its depth routing and its
+activation checkpointing really keep; only attention is stood in for, by what every fused kernel
+saves. A compiled model keeps less than this. Not counted: the context and the fragmentation of CUDA
+(a few percent), and temporaries of the optimizer, which come when activations have gone.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ GB = 1e9
 
 
 class Alive(TorchDispatchMode):
-    """Counts the bytes of storages that operations made, while they are there; `peak` is right to 2%."""
+    """Counts the bytes of storages that operations made, while they are there; `peak` is right to
+    2%.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,8 +76,10 @@ class Alive(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on each rank. weights, gradients, moments: this rank's shards, float32. gathered: whole units in use.
-    activations: the most that forward and backward keep of one micro-batch; sources (a part of them): what depth reads from.
+    """Bytes on each rank. weights, gradients, moments: this rank's shards, float32. gathered: whole
+    units in use.
+    activations: the most that forward and backward keep of one micro-batch; sources (a part of
+    them): what depth reads from.
     """
 
     weights: int
@@ -125,7 +130,9 @@ def _on_meta(config: TrainConfig) -> Transformer:
 
 
 def _kernels(config: TrainConfig) -> DepthKernels:
-    """Those of the run, but in place of compiled code, of which nobody knows what it keeps, what it is compiled from."""
+    """Those of the run, but in place of compiled code, of which nobody knows what it keeps, what it
+    is compiled from.
+    """
     compiled = config.compile is not Compile.off
     device, beyond = (
         resolve_device(config.device),
@@ -138,7 +145,9 @@ def _kernels(config: TrainConfig) -> DepthKernels:
 
 
 def _measure(model: Transformer, config: TrainConfig, world: int) -> tuple[int, int]:
-    """Bytes: the most that one forward and backward pass has at once, besides the gradients there are; the sources."""
+    """Bytes: the most that one forward and backward pass has at once, besides the gradients there
+    are; the sources.
+    """
     size = (min(config.micro_batch, max(1, config.global_batch // world)), config.model.context)
     carried = 0
 
@@ -158,7 +167,9 @@ def _measure(model: Transformer, config: TrainConfig, world: int) -> tuple[int, 
 
 
 def _gathered(model: Transformer, config: TrainConfig) -> int:
-    """Embedding (float32, as it is), head, and the pairs of sub-layers that are whole at the same time."""
+    """Embedding (float32, as it is), head, and the pairs of sub-layers that are whole at the same
+    time.
+    """
     pairs = [
         sum(p.numel() for p in model.sublayers[i : i + 2].parameters())
         for i in range(0, len(model.sublayers), 2)
@@ -173,7 +184,9 @@ def _gathered(model: Transformer, config: TrainConfig) -> int:
 
 
 class Fused(torch.autograd.Function):
-    """What a fused attention keeps: queries, keys, values, the result, and a float32 logsumexp a head and position."""
+    """What a fused attention keeps: queries, keys, values, the result, and a float32 logsumexp a
+    head and position.
+    """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -189,9 +202,12 @@ class Fused(torch.autograd.Function):
 
 
 def check_memory(config: TrainConfig, world: int, available: float, machine: str) -> Memory:
-    """The estimate. Raises ConfigError, with settings that would fit, if it is more than `available` bytes a rank."""
+    """The estimate. Raises ConfigError, with settings that would fit, if it is more than
+    `available` bytes a rank.
+    """
     memory = estimate_memory(config, world)
-    # Fused by the compiler, much of what is counted is never kept: then only what is certain can be refused.
+    # Fused by the compiler, much of what is counted is never kept: then only what is certain can be
+    # refused.
     certain = (
         memory.total
         if config.compile is Compile.off
@@ -243,7 +259,9 @@ def _smaller(config: TrainConfig, world: int) -> Iterator[tuple[str, TrainConfig
 
 
 def available_memory(device: torch.device) -> tuple[float, str]:
-    """(bytes for one rank, whose they are): of a GPU all but 5%, of the host an equal share of what is free."""
+    """(bytes for one rank, whose they are): of a GPU all but 5%, of the host an equal share of what
+    is free.
+    """
     if device.type == "cuda":
         return 0.95 * torch.cuda.get_device_properties(
             device

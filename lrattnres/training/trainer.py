@@ -265,10 +265,12 @@ class Trainer:
         return StepResult(loss, z_loss, grad_norm, blocks, hashed, windows)
 
     def forward_backward(self, windows: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Gradients of (Σ cross-entropy + z·Σ logsumexp²) / tokens; the sums and the count are those of all ranks.
+        """Gradients of (Σ cross-entropy + z·Σ logsumexp²) / tokens; the sums and the count are
+        those of all ranks.
 
-        `windows` [S, T+1] are this rank's. Returns the two parts of that quotient, detached, and the number of tokens.
-        How the windows are cut into micro-batches and ranks does not change the result, but for rounding.
+        `windows` [S, T+1] are this rank's. Returns the two parts of that quotient, detached, and
+        the number of tokens. How the windows are cut into micro-batches and ranks does not change
+        the result, but for rounding.
         """
         config, separator, mesh = self.config, self.dataset.tokenizer.separator, self.parallel.mesh
         tokens = int(self.ranks.sum((windows[:, 1:] >= 0).sum()))

@@ -1,9 +1,10 @@
-"""Attention residuals with several sites read at once: the same reads as in attention.py, in fewer passes over memory.
+"""Attention residuals with several sites read at once: the same reads as in attention.py, in fewer
+passes over memory.
 
-No query depends on the input, so one operator can read the sources written so far for every site of a ReadGroup
-(schedule.py): it finishes the first site's read, and leaves a Part, an unfinished read, for each of the others. At a
-later site one operator adds what was written since. In the backward pass the same operators make the gradient of each
-source in one go. This is the only user of Parts.
+No query depends on the input, so one operator can read the sources written so far for every site of
+a ReadGroup (schedule.py): it finishes the first site's read, and leaves a Part, an unfinished read,
+for each of the others. At a later site one operator adds what was written since. In the backward
+pass the same operators make the gradient of each source in one go. This is the only user of Parts.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class State(NamedTuple):
     """`attention.State`, with what has been read ahead.
 
     Args:
-        sources, partial, stream: as there. The tensors are those that the newest operator handed on, so that each
+        sources, partial, stream: as there. The tensors are those that the newest operator handed
+            on, so that each
             one's gradient is made in one go.
         read: RMSNorm(h) of the next site.
         parts: for every further site of its ReadGroup, what has been read of the sources so far.
@@ -49,7 +51,8 @@ class ReadTogether(AttentionResiduals):
     Args:
         config: the model's.
         kernels: see `kernels.backends.DepthKernels`.
-        starts: the first sites, from 0, of the ReadGroups. None: what takes the least time, if the kernels gain by
+        starts: the first sites, from 0, of the ReadGroups. None: what takes the least time, if the
+            kernels gain by
             reading sites together; else each site is a group.
     """
 
@@ -128,7 +131,9 @@ class ReadTogether(AttentionResiduals):
         return definition
 
     def decodes(self, *, together: bool) -> None:
-        """`together`: the sites of a depth block read the closed sources in one pass, and merge the rest."""
+        """`together`: the sites of a depth block read the closed sources in one pass, and merge the
+        rest.
+        """
         self.steps = steps(self.plan, blockwise(self.plan) if together else single(self.plan))
 
 
