@@ -1,16 +1,16 @@
-"""Everything about the kernels that only a GPU can say, in one command: are they right, and how fast are they.
+"""Everything about the kernels that only a GPU can tell: are they right, and how fast are they.
 
     python bench/gpu_check.py --json gpu.json          (make gpu-check)
 
-Needs torch and Triton, nothing else; ends after about --budget seconds. TRITON_INTERPRET=1 and --rehearse go the same way on a
-CPU, with next to no tokens: whether the command would run, not how fast. First correctness on the device against float64;
-any error ends it with status 1. Then single operators (kernels.py), then training steps at the paper's shape
-(step.py), as many as the time allows. Prints tables, writes one JSON file.
+Needs torch and Triton, nothing else; ends after about --budget seconds. TRITON_INTERPRET=1 and
+--rehearse go the same way on a CPU, with next to no tokens: whether the command would run, not how
+fast. First correctness on the device against float64; any error ends it with status 1. Then single
+operators (kernels.py), then training steps at the paper's shape (step.py), as many as the time
+allows. Prints tables, writes one JSON file.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import subprocess
@@ -64,7 +64,7 @@ REHEARSAL = (
 
 
 def worst(found: list[Tensor], truths: list[Tensor]) -> float:
-    """The largest error relative to the norm; where the truth is nothing but rounding, there is none."""
+    """The largest error relative to the norm; a truth that is nothing but rounding has none."""
     pairs = [
         (x.double(), truth) for x, truth in zip(found, truths, strict=True) if truth.norm() > 1e-6
     ]
@@ -116,7 +116,7 @@ def path_error(name: str, blocks: int | None, dtype: torch.dtype) -> float:
 
 
 def correctness(budget: float) -> list[dict[str, Any]]:
-    """One record a case, until the time is up; each kernel is compiled anew, which is what takes the time."""
+    """One record a case, until the time is up; most of it goes to compiling the kernels."""
     start = time.monotonic()
     records: list[dict[str, Any]] = []
     cases: list[tuple[str, torch.dtype, Any]] = []
@@ -150,18 +150,16 @@ def script(name: str, *arguments: str) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.options(__doc__, device=False)
     parser.add_argument(
         "--budget", type=float, default=220, help="seconds; compiling may take some more"
     )
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, interpreted")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if not torch.cuda.is_available() and not (options.rehearse and INTERPRETED):
         sys.exit(
-            "gpu_check.py: torch sees no CUDA GPU here; on a CPU, `python -m pytest tests/kernels` interprets the kernels"
+            "gpu_check.py: torch sees no CUDA GPU here; on a CPU, `python -m pytest tests/kernels` "
+            "interprets the kernels"
         )
     checked = correctness(0.25 * options.budget)
     record: dict[str, Any] = common.machine(DEVICE) | {"correctness": checked}
