@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import distributed
-from yaml import YAMLError
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from lrattnres.config import ConfigError, TrainConfig, defaults, fields_of, flatten, parse, plain
 from lrattnres.config.checks import checked
@@ -45,17 +45,22 @@ class MemberFailed(Exception):
 
 
 def of_width(rank: int, *, _root_: DictConfig) -> int | None:
-    """`${of_width:R}` in configs/: the same share of `model.dim` as R is of the paper's width, 1024.
+    """`${of_width:R}` in configs/: the same share of `model.dim` as R is of the paper's 1024.
 
-    Raises ConfigError where that is no whole number. A `model.dim` that is none either has a fault of its own.
+    None where `model.dim` is no whole number, which is an error of its own.
+
+    Raises:
+        ConfigError: that share is no whole number.
     """
     dim = OmegaConf.select(_root_, "model.dim", throw_on_missing=False)
     if not isinstance(dim, int):
         return None
     scaled, rest = divmod(rank * dim, PAPER_WIDTH)
     if rest or not scaled:
-        width = f"{rank} of {PAPER_WIDTH} dimensions would be a key width of {rank * dim / PAPER_WIDTH:g}"
-        raise ConfigError([f"model.dim={dim}: {width}; write model.rank=…"])
+        width = f"would be a key width of {rank * dim / PAPER_WIDTH:g}"
+        raise ConfigError(
+            [f"model.dim={dim}: {rank} of {PAPER_WIDTH} dimensions {width}; write model.rank=…"]
+        )
     return scaled
 
 
@@ -72,19 +77,20 @@ def plain_settings(tree: DictConfig) -> dict[str, Any]:
         return OmegaConf.to_container(tree, resolve=True)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
         own = next((cause for cause in causes(error) if isinstance(cause, ConfigError)), None)
-        raise own or ConfigError([str(error).partition("\n")[0]]) from None
+        key = f"{error.full_key}: " if error.full_key else ""
+        raise own or ConfigError([key + str(error).partition("\n")[0]]) from None
 
 
 def loosened(arguments: Iterable[str], *configs: Path) -> list[str]:
-    """Command-line settings as Hydra's `++key=value`, so that an unknown key reaches the schema's own check.
+    """Command-line settings as Hydra's `++key=value`: unknown keys reach the schema's check.
 
-    Hydra stops at the first unknown key and proposes to add it; the schema names all of them, and what was meant.
-    Choices of groups (the folders of `configs`) stay as they are.
+    Hydra stops at the first unknown key and proposes to add it; the schema names all of them, and
+    what was meant. Choices of groups (the folders of `configs`) stay as they are.
     """
     groups = {folder.name for root in configs for folder in root.iterdir() if folder.is_dir()}
-    setting = re.compile(r"(?!hydra\.)([A-Za-z_][\w.]*)=")
+    setting = re.compile(r"\+{0,2}(?!hydra\.)([A-Za-z_][\w.]*)=")
     return [
-        "++" + _quoted(argument)
+        "++" + _quoted(argument.lstrip("+"))
         if (match := setting.match(argument)) and match[1] not in groups
         else argument
         for argument in arguments
@@ -144,9 +150,8 @@ def settings(schema: type[T], arguments: Iterable[str]) -> T:
 def _from_yaml(value: str) -> Any:
     # YAML would take 000200 of step_000200 as octal.
     decimal = re.sub(r"^([+-]?)0+(?=\d)", r"\1", value)
-    return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={decimal}"]), resolve=False)[  # type: ignore[call-overload, index]
-        "value"
-    ]
+    tree: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={decimal}"]), resolve=False)
+    return tree["value"]
 
 
 def one_line(error: BaseException) -> str:
@@ -186,19 +191,22 @@ def started_from(values: dict[str, Any], overrides: Iterable[str]) -> dict[str, 
     if initial == "???":
         raise ConfigError(
             [
-                "initial: not set; write initial=DIR, a folder made by scripts/export.py or scripts/convert.py"
+                "initial: not set; write initial=DIR, a folder made by scripts/export.py or "
+                "scripts/convert.py"
             ]
         )
     exported, errors = read_exported(Path(initial)), []
     for word in overrides:
         if re.match(r"[+~]*(model(\.[\w.]+)?|table1)(=|$)", word):
             errors.append(
-                f"{word.lstrip('+')}: initial={initial} decides the model; scripts/convert.py makes another of it"
+                f"{word.lstrip('+')}: initial={initial} decides the model; scripts/convert.py "
+                "makes another of it"
             )
     name = values["tokenizer"]["name"]
     if exported.tokenizer is None and exported.separator is None:
         errors.append(
-            f"initial={initial}: no token opens a text; set bos_token_id in config.json of the source, and convert again"
+            f"initial={initial}: no token opens a text; set bos_token_id in config.json of the "
+            "source, and convert again"
         )
     elif exported.tokenizer is None:  # it has one of its own
         values["tokenizer"] |= {
@@ -213,7 +221,8 @@ def started_from(values: dict[str, Any], overrides: Iterable[str]) -> dict[str, 
         ]
     elif exported.tokenizer != name:
         errors.append(
-            f"tokenizer={name}: initial={initial} was trained with {exported.tokenizer}; write tokenizer={exported.tokenizer}"
+            f"tokenizer={name}: initial={initial} was trained with {exported.tokenizer}; write "
+            f"tokenizer={exported.tokenizer}"
         )
     if errors:
         raise ConfigError(errors)
@@ -349,11 +358,13 @@ def refuse_early(arguments: Iterable[str]) -> None:
     errors = []
     if importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher") is None:
         errors.append(
-            "cluster=slurm: needs the package hydra-submitit-launcher; `pip install lrattnres[slurm]`"
+            "cluster=slurm: needs the package hydra-submitit-launcher; `pip install "
+            "lrattnres[slurm]`"
         )
     if not {"-m", "--multirun"} & set(arguments):
         errors.append(
-            "cluster=slurm: submits the runs of a sweep; write `python train.py -m …`, even for a sweep of one"
+            "cluster=slurm: submits the runs of a sweep; write `python train.py -m …`, even "
+            "for a sweep of one"
         )
     if errors:
         print(

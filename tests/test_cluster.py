@@ -32,6 +32,8 @@ def test_a_sweep_goes_on_after_failures_and_tells_what_became_of_each_run(
     settings = [setting for setting in settings if not setting.startswith("model.rank")]
     sweep = ("-m", *settings, "max_bad_steps=2", "model.rank=99,2", "optimizer.muon_lr=1e30,0.01")
     output = run("train.py", *sweep, code=1)
+    assert "Traceback" not in output and "Error executing" not in output
+    assert output.count("see failure.txt there, and sweep.csv beside it") == 3
     found, runs = rows(tmp_path / "runs"), tmp_path / "runs"
     assert sorted(row["state"] for row in found.values()) == [
         "failed",
@@ -80,8 +82,11 @@ def test_a_status_follows_its_run(tmp_path: Path) -> None:
 
 def test_names_of_folders_stay_apart_when_they_are_cut() -> None:
     assert folder_name("a b=c") == "a_b=c"
-    long = [folder_name("x" * 200 + end) for end in "ab"]
-    assert long[0] != long[1] and all(len(name) <= 150 for name in long)
+    for letter in "x数é𝒳":
+        long = [folder_name("y" + letter * n + end) for n in (36, 130, 200) for end in "ab"]
+        assert len(set(long)) == len(long)
+        for name in long:
+            assert len(os.fsencode(name)) <= 150 and "\ufffd" not in name
 
 
 def test_what_would_be_submitted_is_printed(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ any depth. docs/reproducing.md tells more.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from lrattnres.commands.running import command
@@ -21,10 +21,7 @@ from lrattnres.runs.folder import RunError
 
 @dataclass
 class ReportConfig:
-    runs: list[str] = field(
-        default_factory=list,
-        metadata={"help": "RUNFOLDER; `runs=` may be left out", "may_change": False},
-    )
+    runs: list[str] = option("RUNFOLDER; `runs=` may be left out", list)
     out: str = option("folder that is made, or a report that is replaced", "report")
 
 

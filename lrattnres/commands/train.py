@@ -14,7 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from lrattnres.commands.composing import start
+from lrattnres.commands.composing import one_member, start
 from lrattnres.config import ConfigError, TrainConfig, parse
 from lrattnres.config.checks import resolve
 from lrattnres.distributed.ranks import placement
@@ -67,7 +67,8 @@ def folder_of(tree: DictConfig) -> Path:
 def task(tree: DictConfig) -> None:
     """What Hydra calls, once for a run and once for each run of a sweep."""
     if HydraConfig.get().mode is RunMode.MULTIRUN:
-        take_part(folder_of(tree), lambda: run(tree))
+        with one_member():
+            take_part(folder_of(tree), lambda: run(tree))
     else:
         leave(lambda: run(tree))
 

@@ -1,4 +1,4 @@
-"""What makes a well-typed configuration impossible: every cross-field error, found before any data is touched."""
+"""Settings that contradict each other, or this machine: found before any data is touched."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from lrattnres.config import (
     TrainConfig,
 )
 from lrattnres.config.commands import GenerateConfig, InspectConfig
-from lrattnres.config.schema import out_of_bounds, too_large
+from lrattnres.config.schema import beyond_use, out_of_bounds
 from lrattnres.data.tokenizers import VOCABULARY
 from lrattnres.distributed.ranks import placement
 from lrattnres.kernels.backends import choose_kernels
@@ -58,7 +58,7 @@ def checked(config: T) -> T:
         ConfigError: with every value out of its bounds and every contradiction between settings.
     """
     errors = list(out_of_bounds(config))
-    if not too_large(config):
+    if not beyond_use(config):
         errors += [error for check in CHECKS.get(type(config), ()) for error in check(config)]
     if errors:
         raise ConfigError(errors)
@@ -147,14 +147,23 @@ def _match(config: TrainConfig) -> Iterator[str]:
 def _shapes(config: TrainConfig) -> Iterator[str]:
     model = config.model
     if model.head_dim is not None and model.head_dim % 2:
-        yield f"model.head_dim={model.head_dim}: rotary pairs need an even number; write {model.head_dim + 1}"
+        yield (
+            f"model.head_dim={model.head_dim}: rotary pairs need an even number; write "
+            f"{model.head_dim + 1}"
+        )
     elif model.head_dim is None and model.heads >= 1 and model.dim % model.heads:
         yield f"model.dim={model.dim}: must be divisible by model.heads={model.heads}"
     elif model.head_dim is None and model.heads >= 1 and (model.dim // model.heads) % 2:
         size = model.dim // model.heads
-        yield f"model.heads={model.heads}: leaves a head of {size} dimensions; rotary pairs need an even number"
+        yield (
+            f"model.heads={model.heads}: leaves a head of {size} dimensions; rotary pairs need "
+            "an even number"
+        )
     if model.kv_heads is not None and model.kv_heads >= 1 and model.heads % model.kv_heads:
-        yield f"model.kv_heads={model.kv_heads}: must divide model.heads={model.heads}; write null for as many as heads"
+        yield (
+            f"model.kv_heads={model.kv_heads}: must divide model.heads={model.heads}; write "
+            "null for as many as heads"
+        )
     scaling, plain_scaling = model.rope_scaling, RopeScaling()
     used = {
         RopeKind.none: (),
@@ -164,21 +173,36 @@ def _shapes(config: TrainConfig) -> Iterator[str]:
     for name in ("factor", "low", "high", "first_context"):
         value = getattr(scaling, name)
         if name not in used[scaling.kind] and value != getattr(plain_scaling, name):
-            yield f"model.rope_scaling.{name}={value}: has no use with kind={scaling.kind.name}; write another kind"
+            yield (
+                f"model.rope_scaling.{name}={value}: has no use with kind={scaling.kind.name}; "
+                "write another kind"
+            )
     if scaling.kind is RopeKind.llama3 and scaling.low >= scaling.high:
-        yield f"model.rope_scaling.low={scaling.low}: must be less than model.rope_scaling.high={scaling.high}"
+        yield (
+            f"model.rope_scaling.low={scaling.low}: must be less than "
+            f"model.rope_scaling.high={scaling.high}"
+        )
     known = VOCABULARY.get(
         config.tokenizer.name, 0
     )  # a pretrained one is looked at when it is opened
     if model.vocabulary is None and not known:
-        yield "model.vocabulary=null: only tokenizer.path knows how many tokens there are; write model.vocabulary=NUMBER"
+        yield (
+            "model.vocabulary=null: only tokenizer.path knows how many tokens there are; "
+            "write model.vocabulary=NUMBER"
+        )
     if model.vocabulary is not None and model.vocabulary < known:
         name = config.tokenizer.name.name
-        yield f"model.vocabulary={model.vocabulary}: tokenizer={name} has {known} tokens; write null or at least that"
+        yield (
+            f"model.vocabulary={model.vocabulary}: tokenizer={name} has {known} tokens; write "
+            "null or at least that"
+        )
     if config.micro_batch >= 1 and config.global_batch % config.micro_batch:
         divisors = [n for n in range(1, config.global_batch + 1) if config.global_batch % n == 0]
         near = min(divisors, key=lambda n: abs(n - config.micro_batch), default=1)
-        yield f"micro_batch={config.micro_batch}: must divide global_batch={config.global_batch}; write micro_batch={near}"
+        yield (
+            f"micro_batch={config.micro_batch}: must divide "
+            f"global_batch={config.global_batch}; write micro_batch={near}"
+        )
 
 
 def _schedule(config: TrainConfig) -> Iterator[str]:
@@ -188,12 +212,16 @@ def _schedule(config: TrainConfig) -> Iterator[str]:
     down = round(optimizer.warmdown * steps)
     if optimizer.warmup + down > steps:
         yield (
-            f"optimizer.warmup={optimizer.warmup}: with {down} steps of warm-down it does not fit into steps={steps}; "
+            f"optimizer.warmup={optimizer.warmup}: with {down} steps of warm-down it does not "
+            f"fit into steps={steps}; "
             "write fewer, or more steps"
         )
     if optimizer.momentum_rise + optimizer.momentum_fall > steps:
         rise, fall = optimizer.momentum_rise, optimizer.momentum_fall
-        yield f"optimizer.momentum_rise={rise}: with momentum_fall={fall} it does not fit into steps={steps}; write fewer"
+        yield (
+            f"optimizer.momentum_rise={rise}: with momentum_fall={fall} it does not fit into "
+            f"steps={steps}; write fewer"
+        )
     if optimizer.orthogonalizer is Orthogonalizer.polar_express and optimizer.iterations != 5:
         yield (
             f"optimizer.iterations={optimizer.iterations}: polar_express is a table of 5 steps; "
@@ -206,7 +234,10 @@ def _data(config: TrainConfig) -> Iterator[str]:
     yield from _corpus(data)
     yield from _tokenizer(config.tokenizer)
     if data.max_tokens is not None and data.corpus is not CorpusName.tokens:
-        yield f"data.max_tokens={data.max_tokens}: only shards know their tokens; write data.max_files=…, or data=tokens"
+        yield (
+            f"data.max_tokens={data.max_tokens}: only shards know their tokens; write "
+            "data.max_files=…, or data=tokens"
+        )
     if config.resume not in ("auto", "none") and not config.resume.isdigit():
         yield f"resume={config.resume}: must be auto, none or the step of a checkpoint"
 
@@ -217,12 +248,21 @@ def _corpus(data: DataConfig) -> Iterator[str]:
     if name is CorpusName.files and data.root is None:
         yield f"data.root=null: data=files needs your texts; {missing}"
     if name is CorpusName.tokens and data.root is None:
-        yield "data.root=null: data=tokens needs a folder of shards; write data.root=FOLDER, made by scripts/tokenize_corpus.py"
+        yield (
+            "data.root=null: data=tokens needs a folder of shards; write data.root=FOLDER, "
+            "made by scripts/tokenize_corpus.py"
+        )
     if name is CorpusName.docstrings and data.root is not None:
-        yield f"data.root={data.root}: the docstrings corpus reads the installed Python; write data=files for your own texts"
+        yield (
+            f"data.root={data.root}: the docstrings corpus reads the installed Python; write "
+            "data=files for your own texts"
+        )
     hub = name is CorpusName.ultra_fineweb and (data.root is None or data.root.startswith("hf://"))
     if data.revision is not None and not hub:
-        yield f"data.revision={data.revision}: only the hub has revisions; write null, or data=ultra_fineweb data.root=null"
+        yield (
+            f"data.revision={data.revision}: only the hub has revisions; write null, or "
+            "data=ultra_fineweb data.root=null"
+        )
     if name is not CorpusName.ultra_fineweb:
         for key in ("min_score", "max_files"):
             if getattr(data, key) is not None:
@@ -231,9 +271,15 @@ def _corpus(data: DataConfig) -> Iterator[str]:
                     if name is CorpusName.tokens
                     else ""
                 )
-                yield f"data.{key}={getattr(data, key)}: data={name.name} has no use for it{said}; write null"
+                yield (
+                    f"data.{key}={getattr(data, key)}: data={name.name} has no use for "
+                    f"it{said}; write null"
+                )
     elif data.deduplicate:
-        yield "data.deduplicate=true: needs the hashes of all texts; run scripts/tokenize_corpus.py, then write data=tokens"
+        yield (
+            "data.deduplicate=true: needs the hashes of all texts; run "
+            "scripts/tokenize_corpus.py, then write data=tokens"
+        )
 
 
 def _tokenizer(tokenizer: TokenizerConfig) -> Iterator[str]:
@@ -242,9 +288,15 @@ def _tokenizer(tokenizer: TokenizerConfig) -> Iterator[str]:
     for key in ("path", "separator"):
         value = getattr(tokenizer, key)
         if needed and value is None:
-            yield f"tokenizer.{key}=null: tokenizer=pretrained needs it; write tokenizer.path=FOLDER tokenizer.separator=NUMBER"
+            yield (
+                f"tokenizer.{key}=null: tokenizer=pretrained needs it; write "
+                "tokenizer.path=FOLDER tokenizer.separator=NUMBER"
+            )
         if not needed and value is not None:
-            yield f"tokenizer.{key}={value}: tokenizer={tokenizer.name.name} has no use for it; write null"
+            yield (
+                f"tokenizer.{key}={value}: tokenizer={tokenizer.name.name} has no use for it; "
+                "write null"
+            )
 
 
 def _tokenize(config: TokenizeConfig) -> Iterator[str]:
@@ -285,8 +337,10 @@ def _inspect(config: InspectConfig) -> Iterator[str]:
 def _machine(config: TrainConfig) -> Iterator[str]:
     if config.device is Device.cuda and not torch.cuda.is_available():
         yield (
-            "device=cuda: this machine has no CUDA GPU that torch can see; `python train.py experiment=demo` trains on "
-            "a CPU in minutes, and device=cpu runs this very configuration there, however long it takes"
+            "device=cuda: this machine has no CUDA GPU that torch can see; `python train.py "
+            "experiment=demo` trains on "
+            "a CPU in minutes, and device=cpu runs this very configuration there, however "
+            "long it takes"
         )
         return
     device = resolve_device(config.device)
@@ -309,31 +363,51 @@ def _machine(config: TrainConfig) -> Iterator[str]:
         and device.type == "cpu"
         and not (shutil.which(compiler) or shutil.which("clang++"))
     ):
-        yield f"compile={config.compile.name}: torch.compile needs a C++ compiler on a CPU; install g++, or write compile=off"
+        yield (
+            f"compile={config.compile.name}: torch.compile needs a C++ compiler on a CPU; "
+            "install g++, or write compile=off"
+        )
     if config.logger.name is LoggerName.wandb and importlib.util.find_spec("wandb") is None:
-        yield "logger.name=wandb: the package wandb is not installed; `pip install wandb`, or write logger=none"
+        yield (
+            "logger.name=wandb: the package wandb is not installed; `pip install wandb`, or "
+            "write logger=none"
+        )
 
 
 def _parallel(config: TrainConfig) -> Iterator[str]:
     parallel, world, mode = config.parallel, placement()[1], config.parallel.mode
     alone = mode is ParallelMode.none or (mode is ParallelMode.auto and world == 1)
     if mode is ParallelMode.none and world > 1:
-        yield f"parallel.mode=none: there are {world} processes, and each would train the whole run; write parallel.mode=auto"
+        yield (
+            f"parallel.mode=none: there are {world} processes, and each would train the whole "
+            "run; write parallel.mode=auto"
+        )
     if world == 1 and not alone:
         yield (
-            f"parallel.mode={mode.name}: needs several processes, and this one is alone; start it with "
+            f"parallel.mode={mode.name}: needs several processes, and this one is alone; start "
+            "it with "
             "`torchrun --nproc_per_node=N train.py …`, or write parallel.mode=auto"
         )
     if world > 1 and config.model.tied:
-        yield f"model.tied=true: embedding and head would be cut into different shards on {world} processes; train it on one"
+        yield (
+            "model.tied=true: embedding and head would be cut into different shards on "
+            f"{world} processes; train it on one"
+        )
     yield from _shard_degree(mode, parallel.shard_degree, world)
     if config.global_batch >= 1 and config.global_batch % world:
-        yield f"global_batch={config.global_batch}: must be a multiple of the {world} processes, which share its streams evenly"
+        yield (
+            f"global_batch={config.global_batch}: must be a multiple of the {world} processes, "
+            "which share its streams evenly"
+        )
     if config.cluster.requeue and "SLURM_JOB_ID" not in os.environ:
-        yield "cluster.requeue=true: this is no SLURM job (SLURM_JOB_ID is not set); write cluster=local"
+        yield (
+            "cluster.requeue=true: this is no SLURM job (SLURM_JOB_ID is not set); write "
+            "cluster=local"
+        )
     if config.cluster.requeue and config.resume != "auto":
         yield (
-            f"resume={config.resume}: a job that is queued again starts with the same words, and would begin there every time; "
+            f"resume={config.resume}: a job that is queued again starts with the same words, "
+            "and would begin there every time; "
             "write resume=auto"
         )
     data = config.data
@@ -342,7 +416,8 @@ def _parallel(config: TrainConfig) -> Iterator[str]:
     )
     if world > 1 and data.corpus is CorpusName.ultra_fineweb and patience >= parallel.timeout:
         yield (
-            f"parallel.timeout={parallel.timeout:g}: one rank may try a read for {patience:.0f} s (data.retries, data.timeout), "
+            f"parallel.timeout={parallel.timeout:g}: one rank may try a read for "
+            f"{patience:.0f} s (data.retries, data.timeout), "
             f"and the others would give it up before; write parallel.timeout={2 * patience:.0f}"
         )
 
@@ -350,7 +425,10 @@ def _parallel(config: TrainConfig) -> Iterator[str]:
 def _shard_degree(mode: ParallelMode, degree: int | None, world: int) -> Iterator[str]:
     if mode is not ParallelMode.hsdp:
         if degree is not None:
-            yield f"parallel.shard_degree={degree}: has no use without parallel.mode=hsdp; write null, or that mode"
+            yield (
+                f"parallel.shard_degree={degree}: has no use without parallel.mode=hsdp; write "
+                "null, or that mode"
+            )
         return
     choices = [n for n in range(2, world) if world % n == 0]
     if world > 1 and degree not in choices:
@@ -360,7 +438,10 @@ def _shard_degree(mode: ParallelMode, degree: int | None, world: int) -> Iterato
             else f"{world} cannot be; write parallel.mode=fsdp"
         )
         given = "null" if degree is None else degree
-        yield f"parallel.shard_degree={given}: must cut the {world} processes into several groups of several; {hint}"
+        yield (
+            f"parallel.shard_degree={given}: must cut the {world} processes into several "
+            f"groups of several; {hint}"
+        )
 
 
 CHECKS: dict[type, tuple[Callable[[Any], Iterator[str]], ...]] = {

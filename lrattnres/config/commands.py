@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from lrattnres.config.machine import AttentionBackend, Device, Kernels, Precision, cpu_threads
 from lrattnres.config.model import Routing
@@ -15,10 +16,8 @@ STRICT = "refuse where a newer checkpoint is damaged; false: pass it over, and r
 NEW_FOLDER = "folder that is made; one that has something in it is refused"
 
 
-def _step(use: str) -> int | None:
-    return option(  # type: ignore[no-any-return]
-        f"checkpoint to {use}; null: the newest complete one", None, at_least=0
-    )
+def _step(use: str) -> Any:
+    return option(f"checkpoint to {use}; null: the newest complete one", None, at_least=0)
 
 
 @dataclass
@@ -136,10 +135,8 @@ class ExportConfig:
 
 @dataclass
 class VariantConfig:
-    residual: str = option("residual path of the new model: a row of the table of variants")
-    rank: int | None = option(
-        "width r of a routing key, where the variant has one of its own", None
-    )
+    residual: str = option("residual path of the new model: a row of the table in docs/paths.md")
+    rank: int | None = option("width r of a routing key, where the path has one of its own", None)
     blocks: int | None = option("number N of depth blocks; null: every sub-layer is a source", None)
     routing: Routing | None = option("how the mixture is used; null: as published", None)
     gate: bool = option("a gate for each read, zero at the start (model.gate of a run)", False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from lrattnres.config.schema import option
 
@@ -54,9 +55,9 @@ class ParallelMode(Enum):
     hsdp = "hsdp"
 
 
-def cpu_threads(may_change: bool = False) -> int | None:
+def cpu_threads(may_change: bool = False) -> Any:
     """The setting that most commands have."""
-    return option(  # type: ignore[no-any-return]
+    return option(
         "CPU threads; null: torch's choice", None, at_least=1, at_most=4096, may_change=may_change
     )
 

@@ -38,7 +38,7 @@ TOKENS: dict[str, Any] = {"at_least": 1, "at_most": 2**27}
 
 @dataclass
 class DepthConfig:
-    """Ablations of depth routing; the defaults are the published method. docs/ablations.md has the equations."""
+    """Ablations of depth routing; the defaults are the published method (docs/ablations.md)."""
 
     key_norm: bool = option("keys are RMS-normalised before they are scored", True)
     logit_scale: LogitScale = option(
@@ -86,7 +86,7 @@ class RopeKind(Enum):
 
 @dataclass
 class RopeScaling:
-    """How a pretrained model's rotary frequencies were stretched beyond the context it was first trained on."""
+    """How a pretrained model's rotary frequencies were stretched beyond its first context."""
 
     kind: RopeKind = option(
         "none, linear (every frequency by factor), or llama3 (the slow ones by factor)",
@@ -108,9 +108,9 @@ class RopeScaling:
 
 @dataclass
 class ModelConfig:
-    residual: str = option("residual path: a name of docs/paths.md")
+    residual: str = option("residual path: a row of the table in docs/paths.md")
     rank: int | None = option(
-        "width r of a routing key, 1..dim; null where the variant has no key of its own"
+        "width r of a routing key, 1..dim; null where the path has no key of its own"
     )
     blocks: int | None = option(
         "number N of depth blocks, 1..2*layers; null: every sub-layer is a source"

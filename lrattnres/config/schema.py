@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 from enum import Enum
 from types import UnionType
@@ -64,8 +64,10 @@ def option(
 
 
 def defaults(schema: type) -> dict[str, Any]:
-    """The schema as a plain tree: defaults where there are some, else `???`: `configs/` says it."""
-    return OmegaConf.to_container(OmegaConf.structured(schema), enum_to_str=True)  # type: ignore[return-value]
+    """The schema as a plain tree: defaults, and `???` where `configs/` must speak."""
+    structured = OmegaConf.structured(schema)
+    tree: Any = OmegaConf.to_container(structured, enum_to_str=True)
+    return tree
 
 
 def fields_of(schema: type, prefix: str = "") -> Leaves:
@@ -82,7 +84,7 @@ def fields_of(schema: type, prefix: str = "") -> Leaves:
 
 
 def leaf_of(leaves: Leaves, key: str) -> str | None:
-    """The setting that a dotted key is, or lies below if it is a dictionary; None: there is none."""
+    """The setting that a dotted key is, or lies below where it is a dictionary, if there is one."""
     leaf = key
     while leaf not in leaves:
         leaf, dot, _ = leaf.rpartition(".")
@@ -104,7 +106,9 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 def plain(config: Any) -> dict[str, Any]:
     """A dataclass as nested dictionaries of plain values, enums by name, as a run folder has it."""
-    return OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)  # type: ignore[return-value]
+    structured = OmegaConf.structured(config)
+    tree: Any = OmegaConf.to_container(structured, enum_to_str=True)
+    return tree
 
 
 def values_of(config: Any) -> dict[str, Any]:
@@ -164,17 +168,19 @@ def out_of_bounds(config: Any) -> Iterator[str]:
         yield from _beyond(key, values[key], metadata["limits"])
 
 
-def too_large(config: Any) -> bool:
-    """Whether a whole number is so large that a check which counts up to it might not end."""
+def beyond_use(config: Any) -> bool:
+    """Whether a number is not finite, or so large that a check which counts would not end."""
     values = values_of(config)
     return any(
-        isinstance(values[key], int) and values[key] > metadata["limits"].get("at_most", LARGEST)
+        (isinstance(number := values[key], float) and not math.isfinite(number))
+        or (isinstance(number, int) and number > metadata["limits"].get("at_most", LARGEST))
         for key, (_, metadata) in fields_of(type(config)).items()
     )
 
 
 def _beyond(key: str, value: Any, limits: Mapping[str, float]) -> Iterator[str]:
-    for number in value if isinstance(value, list) else [value]:
+    many = isinstance(value, Sequence) and not isinstance(value, str)
+    for number in value if many else [value]:
         if isinstance(number, bool) or not isinstance(number, (int, float)):
             continue
         if isinstance(number, float) and not math.isfinite(number):

@@ -41,9 +41,9 @@ SEEDS: dict[str, Any] = {"at_least": 0, "at_most": 2**63 - 1}
 SEQUENCES: dict[str, Any] = {"at_least": 1, "at_most": 2**20}
 
 
-def _every(help: str, *default: int | None) -> int | None:
+def _every(help: str, *default: int | None) -> Any:
     """A number of steps from one record to the next."""
-    return option(help, *default, at_least=1, may_change=True)  # type: ignore[no-any-return]
+    return option(help, *default, at_least=1, may_change=True)
 
 
 @dataclass

@@ -236,7 +236,8 @@ class Hub(Web):
             if self.revision is None or len(self.revision) != 40:
                 self.revision = self._info(self._repository, revision=self.revision).sha
             place = f"datasets/{self._repository}@{self.revision}/{self._folder}".rstrip("/")
-            return self._below(place, self._tree.find(place, detail=True))
+            found: Any = self._tree.find(place, detail=True)
+            return self._below(place, found)
         except HfHubHTTPError as error:
             answer = error.response
             _judge(str(error).partition("\n")[0], answer.status_code, answer.headers)

@@ -80,7 +80,7 @@ class _Groups:
         with self._lock:
             numbers = range(len(self._documents.rows))
             for number in tqdm(numbers, "looking for a document", leave=False, disable=None):
-                if self._fertile:
+                if bool(self._fertile):  # `open` may have found one
                     return
                 try:
                     if number not in self._counts:

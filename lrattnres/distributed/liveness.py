@@ -1,4 +1,4 @@
-"""Which ranks of a job are still alive: each of them tells a count and its step to the store of the rendezvous."""
+"""Which ranks of a job are alive: each tells a count and its step to the rendezvous' store."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ SILENCE = 3.0  # seconds without one after which a rank counts as gone
 class Liveness:
     """The signs of life of `world` ranks, of which this process is number `rank`.
 
-    A thread gives those of this process until the process, or the store, is gone. `step` is told with
-    them, so that the others can say how far a lost rank had come.
+    A thread gives those of this process until the process, or the store, is gone. `step` is told
+    with them, so that the others can say how far a lost rank had come.
     """
 
     def __init__(self, store: Store, rank: int, world: int):
         self.rank, self.world, self.step = rank, world, 0
-        self._store = PrefixStore("lrattnres", store.clone())
+        self._store = PrefixStore("lrattnres", store.clone())  # type: ignore[attr-defined]
         # A connection of its own: a call waits for the one before it.
-        beats = PrefixStore("lrattnres", store.clone())
+        beats = PrefixStore("lrattnres", store.clone())  # type: ignore[attr-defined]
         threading.Thread(target=self._beat, args=(beats,), daemon=True).start()
 
     def lost(self) -> str | None:
         """Which ranks are gone, after a collective has failed. Takes some seconds.
 
         Returns:
-            Their numbers and the steps they were in, the same sentence on every rank. None if all of
-            them live: then the network, or the slowest of them, is to blame.
+            Their numbers and the steps they were in, the same sentence on every rank. None if all
+            of them live: then the network, or the slowest of them, is to blame.
         """
         try:
             before = self._beats()

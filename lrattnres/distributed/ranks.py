@@ -21,19 +21,19 @@ from lrattnres.distributed.liveness import Liveness
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
-PATIENCE = (
-    7 * 24 * 3600.0
-)  # seconds, for work that may take hours on some ranks; a process that dies over it is noticed
+# Seconds, for work that may take hours on some ranks; a process that dies over it is noticed.
+PATIENCE = 7 * 24 * 3600.0
 
 
 class RankError(Exception):
-    """What went wrong on another rank, which tells it to the user itself; `str` names the rank and the reason."""
+    """What went wrong on another rank, which tells it to the user; `str` has rank and reason."""
 
 
 class SharedError(BaseException):
     """What all ranks raise, with the same class and the same words, if one of them does.
 
-    A class that derives from it and from Exception, or KeyboardInterrupt, is made from its words alone.
+    A class that derives from it and from Exception, or KeyboardInterrupt, is made from its words
+    alone.
     """
 
 
@@ -65,8 +65,8 @@ class Ranks:
     def apart(self, timeout: float) -> Ranks:
         """The same ranks, who talk over gloo in a process group of their own. Collective.
 
-        What they say there does not mix with what goes on in the default process group, so that it can be
-        said from another thread.
+        What they say there does not mix with what goes on in the default process group, so that it
+        can be said from another thread.
 
         Args:
             timeout: Seconds after which a rank that does not answer is given up.
@@ -86,7 +86,7 @@ class Ranks:
         return values
 
     def gather(self, values: Tensor) -> Tensor:
-        """[world, ...]: the values of all ranks, which have the same shape and dtype. Collective."""
+        """[world, ...]: the values of all ranks, of one shape and dtype. Collective."""
         if self.world == 1:
             return values.unsqueeze(0)
         parts = [torch.empty_like(values) for _ in range(self.world)]
@@ -124,7 +124,7 @@ class Ranks:
         return value
 
     def collect(self, action: Callable[[], T]) -> list[T]:
-        """As `all_succeed`, but returns what each rank returned, in their order; by pickle. Collective."""
+        """As `all_succeed`, but returns what each rank returned, by pickle. Collective."""
         value = self.all_succeed(action)
         if self.world == 1:
             return [value]
@@ -133,13 +133,13 @@ class Ranks:
         return values
 
     def of_first(self, action: Callable[[], T]) -> T:
-        """action() on rank 0 alone; all ranks return what it returned, or raise as `all_succeed`. Collective."""
+        """action() on rank 0 alone; all ranks return its value, or raise as above. Collective."""
         box = [self.all_succeed(lambda: action() if self.first else None)]
         self._broadcast(box, 0)
         return box[0]  # type: ignore[return-value]
 
     def differing(self, values: dict[str, Any]) -> list[str]:
-        """ "key=… on rank 0, … on rank N" for each key whose value is not the same everywhere. Collective."""
+        """A line for each key whose value is not the same on all ranks. Collective."""
         everyone = self.collect(lambda: values)
         lines = []
         for key, expected in everyone[0].items():
@@ -183,7 +183,7 @@ def _apart(ranks: Ranks, timeout: float) -> Ranks:
 
 
 def placement() -> tuple[int, int, int]:
-    """(rank, world, local rank) as torchrun, or submitit inside a SLURM job, say; (0, 1, 0) for a process alone."""
+    """(rank, world, local rank) as torchrun, or submitit in a SLURM job, says; (0, 1, 0) alone."""
     if "RANK" not in os.environ and os.environ.get("SUBMITIT_EXECUTOR") == "slurm":
         from submitit.helpers import TorchDistributedEnvironment
 
@@ -227,7 +227,7 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def network_failed(error: BaseException | None) -> bool:
-    """Whether an exception comes, at whatever remove, from a collective that could not be completed."""
+    """Whether an exception comes, in the end, from a collective that could not be completed."""
     return any(
         isinstance(cause, distributed.DistError)
         or (isinstance(cause, RuntimeError) and "gloo/transport" in str(cause))

@@ -16,13 +16,14 @@ from torch import Tensor
 EPSILON = 2.0**-23
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
+    """x in the type of all arithmetic here: float64 stays, everything else is float32."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def rms_norm(x: Tensor, eps: float = EPSILON) -> Tensor:
     """x·rsqrt(mean(x²) + ε) over the last dimension, without a gain; computed in float32, returned in x's dtype."""
-    return F.rms_norm(_wide(x), x.shape[-1:], eps=eps).to(x.dtype)
+    return F.rms_norm(wide(x), x.shape[-1:], eps=eps).to(x.dtype)
 
 
 class Scoring(NamedTuple):
@@ -59,7 +60,7 @@ def depth_weights(query: Tensor, keys: Sequence[Tensor], scoring: Scoring = PLAI
 def depth_logits(query: Tensor, keys: Sequence[Tensor], scoring: Scoring = PLAIN) -> Tensor:
     """query · RMSNorm(key) of every source: float32 [..., number of sources], as in `depth_weights`."""
     logits, query = [], scoring.split(query)
-    for key in map(_wide, map(scoring.split, keys)):
+    for key in map(wide, map(scoring.split, keys)):
         # The dot product is scaled, not the key: only a scalar a token, and no normalised key is kept.
         scale = (
             torch.rsqrt(torch.linalg.vecdot(key, key) / key.shape[-1] + EPSILON)
@@ -86,9 +87,9 @@ def depth_attention(
 
 def weighted_sum(weights: Tensor, values: Sequence[Tensor]) -> Tensor:
     first, *others = weights.unsqueeze(-1).unbind(-2)
-    mixture = first * _wide(values[0])
+    mixture = first * wide(values[0])
     for weight, value in zip(others, values[1:], strict=True):
-        mixture = torch.addcmul(mixture, weight, _wide(value))
+        mixture = torch.addcmul(mixture, weight, wide(value))
     return mixture
 
 

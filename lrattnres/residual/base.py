@@ -26,6 +26,7 @@ import importlib.util
 import os
 import pkgutil
 import re
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -37,6 +38,7 @@ from torch import Tensor, nn
 
 from lrattnres.config import ConfigError, DepthConfig, ModelConfig
 from lrattnres.config.schema import parse_options
+from lrattnres.config.schema import plain as plain_values
 from lrattnres.kernels.backends import DepthKernels
 from lrattnres.kernels.reference import rms_norm
 
@@ -124,10 +126,10 @@ class ResidualPath(nn.Module):
     Options: ClassVar[type] = NoOptions
     uses: ClassVar[frozenset[str]] = frozenset()
     start: ClassVar[str] = "other"
-    linear: ClassVar[bool] = True
     plain: ClassVar[bool] = False
     attends: ClassVar[bool] = False
     keeps: ClassVar[bool] = False
+    linear: bool = True
     emit_dim: int = 0
     heads: int = 1
 
@@ -234,7 +236,7 @@ class ResidualPath(nn.Module):
         So one command can sweep over paths that have different settings.
         """
         meaning = f"has no meaning for model.residual={config.residual}: recorded as"
-        gone: dict[str, Any] = {"path": dataclasses.asdict(cls.options_of(config))}
+        gone: dict[str, Any] = {"path": plain_values(cls.options_of(config))}
         notes = []
         for name, nothing in {"rank": None, "blocks": None, "routing": None, "gate": False}.items():
             if name not in cls.uses and getattr(config, name) is not nothing:
@@ -268,7 +270,7 @@ class ResidualPath(nn.Module):
     @classmethod
     def description(cls, config: ModelConfig) -> str:
         """The path and its settings in words."""
-        options = dataclasses.asdict(cls.options_of(config))
+        options = plain_values(cls.options_of(config))
         return ", ".join([config.residual, *(f"{name}={value}" for name, value in options.items())])
 
 
@@ -304,7 +306,8 @@ def paths() -> dict[str, type[ResidualPath]]:
             own = isinstance(kind, type) and issubclass(kind, ResidualPath)
             if own and kind.residual and kind.__module__ == module.__name__:
                 if kind.residual in found:
-                    both = f"{found[kind.residual].__module__} and {module.__name__}"
+                    first = sys.modules[found[kind.residual].__module__]
+                    both = f"{first.__file__} and {module.__file__}"
                     raise ConfigError([f"model.residual={kind.residual}: defined in {both}"])
                 found[kind.residual] = kind
     return dict(sorted(found.items()))
@@ -316,15 +319,17 @@ def _modules() -> Iterator[ModuleType]:
     for entry in pkgutil.iter_modules(package.__path__):
         if not entry.ispkg:
             yield importlib.import_module(f"{package.__name__}.{entry.name}")
-    for folder in filter(None, os.environ.get(FOLDERS, "").split(os.pathsep)):
+    for number, folder in enumerate(filter(None, os.environ.get(FOLDERS, "").split(os.pathsep))):
         if not Path(folder).is_dir():
             raise ConfigError(
                 [f"{FOLDERS}={folder}: no such folder; write folders with files of residual paths"]
             )
         for file in sorted(Path(folder).glob("[!_]*.py")):
-            spec = importlib.util.spec_from_file_location(f"{FOLDERS.lower()}.{file.stem}", file)
+            name = f"{FOLDERS.lower()}.{number}.{file.stem}"
+            spec = importlib.util.spec_from_file_location(name, file)
             assert spec is not None and spec.loader is not None
             module = importlib.util.module_from_spec(spec)
+            sys.modules[name] = module  # where dataclasses, torch.compile and pickle look for it
             spec.loader.exec_module(module)
             yield module
 

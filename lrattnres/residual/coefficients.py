@@ -40,7 +40,7 @@ class Traced:
         return self.path.read(self.values(state), site)
 
     def hidden(self, state: State, site: int) -> Tensor:
-        return self.path.hidden(self.values(state), site)
+        return self.path.hidden(self.values(state), site)[..., : self.path.dim]
 
     def weights(self, state: State, site: int) -> Tensor | None:
         return self.path.weights(self.values(state), site)

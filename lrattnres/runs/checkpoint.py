@@ -1,15 +1,18 @@
-"""Checkpoints: complete or absent, verified before they are used, and safe to open whoever wrote them.
+"""Checkpoints: complete or absent, verified before use, and safe to open whoever wrote them.
 
     checkpoints/step_000040/
-        manifest.json                 format, step, details, and size and SHA-256 of every other file
-        .metadata                     torch.distributed.checkpoint (DCP): an entry "model.NAME" for each tensor
+        manifest.json                 format, step, details; size and SHA-256 of every other file
+        .metadata                     of torch.distributed.checkpoint (DCP): an entry "model.NAME"
+                                      for each tensor
         __0_0.distcp  __1_0.distcp    what each rank wrote
 
-A save goes to the hidden sibling `.step_000040.partial`, is brought to the disk, and only then gets its name. What is
-found under a final name was therefore complete once; the manifest tells whether it still is. Other hidden siblings:
+A save goes to the hidden sibling `.step_000040.partial`, is brought to the disk, and only then gets
+its name. What is found under a final name was therefore complete once; the manifest tells whether
+it still is. Other hidden siblings:
 
     .step_000040.replaced       the old one, while a new one gets its name
-    .step_000040.superseded     later than where the run was told to go on from, until the next save is complete
+    .step_000040.superseded     later than where the run was told to go on from; it stays until the
+                                next save is complete
     .step_000040.damaged        passed over; nobody removes it
     .step_000040.removed        about to be deleted
 """
@@ -46,7 +49,9 @@ __all__ = ["Checkpoint", "CheckpointError", "Checkpoints", "State"]
 
 
 class Checkpoint:
-    """One complete checkpoint, whose files have just been compared with its manifest. Made by all ranks together.
+    """One complete checkpoint, whose files have just been compared with its manifest.
+
+    Made by all ranks together.
 
     Args:
         path: Its folder.
@@ -67,7 +72,9 @@ class Checkpoint:
         self._files, self._ranks = frozenset(manifest["files"]), ranks
 
     def keys(self, group: str) -> list[str]:
-        """The keys under a top-level name, sorted; none where there is no such name. Not collective.
+        """The keys under a top-level name, sorted; none where there is no such name.
+
+        Not collective.
 
         It is the caller who decides about the values of ranks that were there and are no more.
         """
@@ -83,9 +90,9 @@ class Checkpoint:
         Top-level names of the checkpoint that no rank's `state` has are not read.
 
         Args:
-            state: Top-level name -> key -> tensor; each may lie on any device, whole or sharded, however
-                it was when it was saved. Inside a top-level name, keys, shapes and dtypes must be the saved
-                ones, but for keys that only another rank gives.
+            state: Top-level name -> key -> tensor; each may lie on any device, whole or sharded,
+                however it was when it was saved. Inside a top-level name, keys, shapes and dtypes
+                must be the saved ones, but for keys that only another rank gives.
 
         Raises:
             CheckpointError: Lists every difference; then no tensor was touched.
@@ -108,8 +115,8 @@ class Checkpoint:
             if self.path.exists():
                 raise
             raise CheckpointError(
-                f"{self.path}: removed while it was read, by a training that goes on; the same command "
-                "finds a newer one"
+                f"{self.path}: removed while it was read, by a training that goes on; the same "
+                "command finds a newer one"
             ) from error
 
     def _refuse(self, errors: list[str]) -> None:
@@ -121,10 +128,12 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of one run, written by one process at a time, or by the ranks of a job together.
+    """The checkpoints of one run, written by one process at a time, or by the ranks of a job
+    together.
 
-    What is said to be collective is called by all ranks at the same point; what fails on one fails on all.
-    A process alone, be there a process group or not, can read what any number of ranks wrote.
+    What is said to be collective is called by all ranks at the same point; what fails on one fails
+    on all. A process alone, be there a process group or not, can read what any number of ranks
+    wrote.
 
     Args:
         folder: `checkpoints` of the run folder; no file is touched yet.
@@ -160,23 +169,24 @@ class Checkpoints:
     def save(self, step: int, state: State, details: dict[str, Any]) -> Path:
         """Writes the checkpoint of `step`; one that was there before is replaced. Collective.
 
-        Afterwards older checkpoints are removed, as the constructor says, and superseded ones, but never
-        the one just written.
+        Afterwards older checkpoints are removed, as the constructor says, and superseded ones, but
+        never the one just written.
 
         Args:
             step: At least 0.
-            state: Top-level name -> key -> tensor. DTensors are saved as what they are shards of. A plain
-                tensor is saved once, and must be the same on every rank that has its key; give a value of
-                one rank a key with the rank in it, like "cpu.rank3".
+            state: Top-level name -> key -> tensor. DTensors are saved as what they are shards of. A
+                plain tensor is saved once, and must be the same on every rank that has its key;
+                give a value of one rank a key with the rank in it, like "cpu.rank3".
             details: Kept in the manifest (those of rank 0); must survive JSON unchanged.
 
         Returns:
             The folder of the checkpoint.
 
         Raises:
-            CheckpointError: A value is no tensor, or not the same everywhere, or the disk refuses on any
-                rank: then nothing of this save remains, and what was there before still is. One in the
-                background raises it at the next `save` or `wait`, after which it is forgotten.
+            CheckpointError: A value is no tensor, or not the same everywhere, or the disk refuses
+                on any rank: then nothing of this save remains, and what was there before still is.
+                One in the background raises it at the next `save` or `wait`, after which it is
+                forgotten.
         """
         self.wait()
         self._ranks.all_succeed(lambda: self._check(step, state, details))
@@ -216,7 +226,8 @@ class Checkpoints:
         """The newest complete checkpoint, None where there is none. Collective.
 
         Args:
-            report: Gets a sentence for each newer one that is broken, and each save that was cut short.
+            report: Gets a sentence for each newer one that is broken, and each save that was cut
+                short.
 
         Raises:
             CheckpointError: The folder cannot be read.
@@ -227,8 +238,8 @@ class Checkpoints:
         for step in sorted(complete | unfinished, reverse=True):
             if step in unfinished:
                 report(
-                    f"{self._hidden(step, 'partial')}: unfinished, its save was cut short (or still "
-                    "goes on); passed over"
+                    f"{self._hidden(step, 'partial')}: unfinished, its save was cut short (or "
+                    "still goes on); passed over"
                 )
                 continue
             try:
@@ -265,10 +276,10 @@ class Checkpoints:
     def rewind(self, step: int) -> list[int]:
         """Sets the checkpoints after `step` aside. Not collective: one process does it.
 
-        Once a run goes on from `step`, they belong to a past that did not happen, and must not be taken for
-        its newest ones later. They are removed when the next save is complete; until then `at` finds them.
-        One that `newest` passed over becomes `.step_NNNNNN.damaged`, and stays: what cannot be read from
-        here may be whole.
+        Once a run goes on from `step`, they belong to a past that did not happen, and must not be
+        taken for its newest ones later. They are removed when the next save is complete; until then
+        `at` finds them. One that `newest` passed over becomes `.step_NNNNNN.damaged`, and stays:
+        what cannot be read from here may be whole.
 
         Returns:
             The steps that are set aside until the next save, rising.
@@ -295,9 +306,13 @@ class Checkpoints:
             raise CheckpointError(f"{self.folder / _name(step)} is not written:\n" + listed(errors))
 
     def _write(self, step: int, state: State, details: dict[str, Any]) -> Path:
-        """All of a save, in the background or not. Every line is for all ranks, and fails on all or on none."""
+        """All of a save, in the background or not.
+
+        Every line is for all ranks, and fails on all or on none.
+        """
         unfinished, ranks = self._hidden(step, "partial"), self._ranks
-        what = f"{unfinished}: the checkpoint of step {step} is not written, earlier ones are as they were"
+        what = f"{unfinished}: the checkpoint of step {step} is not written"
+        what += ", earlier ones are as they were"
         try:
             with explained(what, ranks):
                 ranks.of_first(lambda: self._begin(unfinished))
@@ -325,12 +340,14 @@ class Checkpoints:
         } - complete
 
     def _entries(self) -> Iterator[tuple[int, Path, str]]:
-        """(step, path, ending) of whatever has a name of ours; the ending is empty for a final name."""
+        """(step, path, ending) of whatever has a name of ours; the ending is empty for a final
+        name.
+        """
         if not self.folder.is_dir():
             if os.path.lexists(self.folder):
                 raise CheckpointError(
-                    f"{self.folder}: not a folder, or a link to one that is not there; restore it, or "
-                    "remove it to start from the beginning"
+                    f"{self.folder}: not a folder, or a link to one that is not there; restore it, "
+                    "or remove it to start from the beginning"
                 )
             return
         for path in self.folder.iterdir():
@@ -344,13 +361,18 @@ class Checkpoints:
         return self.folder / f".{_name(step)}.{ending}"
 
     def _path(self, step: int) -> Path:
-        """Where the checkpoint of a step lies: perhaps set aside, by `rewind` or by a kill in `_install`."""
+        """Where the checkpoint of a step lies: perhaps set aside, by `rewind` or by a kill in
+        `_install`.
+        """
         places = [self.folder / _name(step)]
         places += [self._hidden(step, ending) for ending in ("replaced", "superseded")]
         return next((path for path in places if os.path.lexists(path)), places[0])
 
     def _install(self, unfinished: Path, step: int) -> None:
-        """Gives a complete folder its final name. The old one keeps a name under which it is found until then."""
+        """Gives a complete folder its final name.
+
+        The old one keeps a name under which it is found until then.
+        """
         path, aside = self.folder / _name(step), self._hidden(step, "replaced")
         if os.path.lexists(path):
             path.rename(aside)
@@ -378,7 +400,9 @@ class Checkpoints:
             self._remove(self._path(step), step)
 
     def _sweep(self) -> None:
-        """Clears away what processes that were killed left behind, but not the only copy of a checkpoint."""
+        """Clears away what processes that were killed left behind, but not the only copy of a
+        checkpoint.
+        """
         for step, path, ending in list(self._entries()):
             if ending in ("partial", "removed") or (
                 ending == "replaced" and self._path(step) != path

@@ -8,7 +8,8 @@ from lrattnres.distributed.ranks import SharedError
 
 
 class CheckpointError(SharedError, Exception):
-    """A checkpoint that cannot be written, is damaged, or does not fit; `str` names the path and every error.
+    """A checkpoint that cannot be written, is damaged, or does not fit; `str` names the path and
+    every error.
 
     All ranks raise it in the same words.
     """

@@ -1,4 +1,6 @@
-"""Files that are either the old ones or the new ones, whenever the machine stops; and JSON that any reader takes."""
+"""Files that are either the old ones or the new ones, whenever the machine stops; and JSON that any
+reader takes.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ def sync(path: Path) -> None:
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Replaces `path` as a whole: a hidden sibling is written, brought to the disk and renamed into place.
+    """Replaces `path` as a whole: a hidden sibling is written, brought to the disk and renamed into
+    place.
 
     Raises:
         OSError: It cannot be written; `path` is then what it was before.
@@ -42,7 +45,8 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """JSON as RFC 8259 has it, which knows no NaN: such numbers become the texts "nan", "inf" and "-inf".
+    """JSON as RFC 8259 has it, which knows no NaN: such numbers become the texts "nan", "inf" and
+    "-inf".
 
     `float` of the text gives the number back in most languages, and `from_json` does so here.
 

@@ -2,12 +2,13 @@
 
     runs/NAME/
         config.yaml        every setting, ending with YAML's own end mark `...`
-        paths.json         what the paths in config.yaml are from the root on, wherever the command was given
+        paths.json         the paths in config.yaml from the root on, wherever the command was given
         identity.json      fingerprints of what the settings only name: corpus, tokenizer
         corpus.json        the files of a streamed corpus: revision, names, sizes, row groups
         environment.json   "starts": versions, revision and command line of every start
         metrics.jsonl      one JSON object a line (see lrattnres/runs/metrics.py)
-        evaluation/        what eval.py measured, and step_STEP.diagnostics.json: where each site reads, of training too
+        evaluation/        what eval.py measured, and step_STEP.diagnostics.json: where each site
+                           reads, of training too
         checkpoints/       plots/       summary.json (once the run is finished)
 
 Every file is replaced as a whole, so what is there is complete.
@@ -65,7 +66,10 @@ class RunFolder:
 
     @classmethod
     def of(cls, config: TrainConfig) -> RunFolder:
-        """The folder `config.runs`/`config.name`, untouched. Raises RunError for a name that is no folder name."""
+        """The folder `config.runs`/`config.name`, untouched.
+
+        Raises RunError for a name that is no folder name.
+        """
         return cls(Path(config.runs) / _checked_name(config.name))
 
     @classmethod
@@ -76,21 +80,23 @@ class RunFolder:
         extra_identity: Mapping[str, str] | None = None,
         listing: Mapping[str, Any] | None = None,
     ) -> RunFolder:
-        """The folder `config.runs`/`config.name`, made or continued, and locked until `close`.
+        """Makes or continues the folder `config.runs`/`config.name`, and locks it.
 
-        (Or until the object or the process is gone.) A folder that is there already must be of the same run:
-        every setting that results depend on, and every entry of `extra_identity`, must be as it was. The name
-        may be another one, if the folder was renamed, and a path may be written in another way. Settings that
-        may change are taken over into config.yaml.
+        It is locked until `close`, or until the object or the process is gone. A folder that is
+        there already must be of the same run: every setting that results depend on, and every entry
+        of `extra_identity`, must be as it was. The name may be another one, if the folder was
+        renamed, and a path may be written in another way. Settings that may change are taken over
+        into config.yaml.
 
         Args:
             config: What is to be run.
             extra_identity: Fingerprints of what the settings only name.
-            listing: The files of a streamed corpus, which tell what differs if the fingerprint does.
+            listing: The files of a streamed corpus, which tell what differs if the fingerprint
+                does.
 
         Raises:
-            RunError: The name is no folder name; the folder is in use, of another run, damaged, or cannot be
-                written; or there is a run at all, with `resume=none`.
+            RunError: The name is no folder name; the folder is in use, of another run, damaged, or
+                cannot be written; or there is a run at all, with `resume=none`.
         """
         run = cls.of(config)
         with run.usable():
@@ -118,7 +124,8 @@ class RunFolder:
             self._lock = None
 
     def write_diagnostics(self, step: int, diagnostics: Mapping[str, Any]) -> None:
-        """evaluation/step_STEP.diagnostics.json: what `diagnose` of lrattnres.evaluation found at that step.
+        """evaluation/step_STEP.diagnostics.json: what `diagnose` of lrattnres.evaluation found at
+        that step.
 
         Raises:
             OSError: It cannot be written.
@@ -128,7 +135,8 @@ class RunFolder:
         write_atomic(file, to_json(dict(diagnostics), indent=1) + "\n")
 
     def record_choices(self, choices: Mapping[str, Any]) -> None:
-        """Adds what this start decided by itself (device, attention, …) to its entry in environment.json.
+        """Adds what this start decided by itself (device, attention, …) to its entry in
+        environment.json.
 
         Raises:
             RunError: It cannot be written.
@@ -147,7 +155,9 @@ class RunFolder:
         return _read_json(self.identity_path)
 
     def listing(self) -> dict[str, Any] | None:
-        """The files of the corpus as they were at the start of the run; None if it has no such list."""
+        """The files of the corpus as they were at the start of the run; None if it has no such
+        list.
+        """
         return _read_json(self.corpus_path) if self.corpus_path.exists() else None
 
     @classmethod
@@ -171,7 +181,8 @@ class RunFolder:
 
     @staticmethod
     def read_config(path: Path) -> TrainConfig:
-        """The settings of the run in folder `path`; of files that they name, where they are from the root on.
+        """The settings of the run in folder `path`; of files that they name, where they are from
+        the root on.
 
         A path stays as it is written where nothing is there, as on another machine.
 
@@ -193,14 +204,15 @@ class RunFolder:
         except FileNotFoundError:
             raise RunError(
                 f"{file}: not there, so {path} is no run folder; write one that training or "
-                f"scripts/export.py left, or, for a converted model, eval.py run={path} downstream=[…], or "
-                f"train.py initial={path}"
+                f"scripts/export.py left, or, for a converted model, eval.py run={path} "
+                f"downstream=[…], or train.py initial={path}"
             ) from None
         except (OSError, UnicodeDecodeError) as error:
             raise RunError(f"{file}: unreadable: {error}") from error
         if not text.endswith("\n" + END):
             raise RunError(
-                f"{file}: torn: it does not end with the line `...`; restore the file, or remove the folder"
+                f"{file}: torn: it does not end with the line `...`; restore the file, or remove "
+                "the folder"
             )
         try:
             tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
@@ -218,7 +230,7 @@ class RunFolder:
     def _claim(
         self, config: TrainConfig, identity: dict[str, str], listing: Mapping[str, Any] | None
     ) -> None:
-        """Checks that the folder is free or this run's own, then writes what this start adds to it."""
+        """Checks that the folder is free or this run's own, then writes what this start adds."""
         if self.config_path.exists():
             self._check_same_run(config, identity, listing)
         else:
@@ -330,7 +342,10 @@ def _checked_name(name: str) -> str:
 
 
 def _locked(folder: Path) -> IO[str]:
-    """Holds `.lock` in the folder. The system lets go of it when the process ends, however it ends."""
+    """Holds `.lock` in the folder.
+
+    The system lets go of it when the process ends, however it ends.
+    """
     file = (folder / ".lock").open("a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,6 @@
-"""manifest.json: the size and hash of every file of a checkpoint, and of itself, so that no flipped bit goes unseen."""
+"""manifest.json: the size and hash of every file of a checkpoint, and of itself, so that no flipped
+bit goes unseen.
+"""
 
 from __future__ import annotations
 
@@ -82,12 +84,13 @@ def _read(folder: Path, step: int) -> dict[str, Any]:
         manifest = json.loads(path.read_bytes())
         if manifest["format"] != FORMAT:
             raise CheckpointError(
-                f"{path}: format {manifest['format']}, this version reads {FORMAT}; use the one that "
-                "wrote it"
+                f"{path}: format {manifest['format']}, this version reads {FORMAT}; use the one "
+                "that wrote it"
             )
         if manifest["sha256"] != _own_hash(manifest) or manifest["step"] != step:
             raise CheckpointError(
-                f"{path}: damaged, or of another folder: it was not written like this for step {step}"
+                f"{path}: damaged, or of another folder: it was not written like this for step "
+                f"{step}"
             )
         for name, entry in manifest["files"].items():
             if (folder / name).parent != folder or set(entry) != {"size", "sha256"}:

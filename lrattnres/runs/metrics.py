@@ -1,7 +1,8 @@
-"""metrics.jsonl: one JSON object a line, whole lines only, whatever kills the process that writes them.
+"""metrics.jsonl: one JSON object a line, whole lines only, whatever kills the process.
 
-The last entry of a line, `crc`, is the CRC-32 (in hexadecimal) of the line without it, begun with the `crc` of the line
-before as its initial value (0 in the first line): a line that was changed, or that is missing, does not go unseen.
+The last entry of a line, `crc`, is the CRC-32 (in hexadecimal) of the line without it, begun with
+the `crc` of the line before as its initial value (0 in the first line): a line that was changed, or
+that is missing, does not go unseen.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ class MetricsError(Exception):
 class MetricsFile:
     """The measurements of one run, in the order of its steps.
 
-    Every record has a whole number `step`. Values are numbers, texts, true, false, null, and lists and
-    dictionaries of them; numbers that are not finite are written as the texts "nan", "inf" and "-inf" (see
-    `to_json`). The file is opened by the first `write`, so readers may hold a MetricsFile too.
+    Every record has a whole number `step`. Values are numbers, texts, true, false, null, and lists
+    and dictionaries of them; numbers that are not finite are written as the texts "nan", "inf" and
+    "-inf" (see `to_json`). The file is opened by the first `write`, so readers may hold a
+    MetricsFile too.
     """
 
     def __init__(self, path: Path):
@@ -33,7 +35,8 @@ class MetricsFile:
         self._crc = 0  # of the last line
 
     def write(self, record: dict[str, Any]) -> None:
-        """Appends one line with one system call: it is there after the process, though not after the machine.
+        """Appends one line with one system call: it is there after the process, though not after
+        the machine.
 
         Raises:
             MetricsError: The record has no step, or something that JSON does not know.
@@ -41,7 +44,8 @@ class MetricsFile:
         """
         if type(record.get("step")) is not int:
             raise MetricsError(
-                f"{self.path}: step={record.get('step')!r}: every record needs a step, a whole number"
+                f"{self.path}: step={record.get('step')!r}: every record needs a step, a whole "
+                "number"
             )
         try:
             text = to_json(record).encode()
@@ -60,7 +64,8 @@ class MetricsFile:
         if written != len(line):
             os.ftruncate(self._handle, os.fstat(self._handle).st_size - written)
             raise OSError(
-                f"{self.path}: only {written} of {len(line)} bytes could be written; is the disk full?"
+                f"{self.path}: only {written} of {len(line)} bytes could be written; is the disk "
+                "full?"
             )
         self._crc = crc
 
@@ -113,7 +118,10 @@ class MetricsFile:
         return [line.gap for line in _parsed(Path(path)) if line.gap]
 
     def _open(self) -> int:
-        """For appending. What a killed process left of a line goes first, or the next record would be joined to it."""
+        """For appending.
+
+        What a killed process left of a line goes first, or the next record would be joined to it.
+        """
         handle = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         whole = self.path.read_bytes()
         whole = whole[: whole.rfind(b"\n") + 1]
@@ -149,7 +157,8 @@ def _parsed(path: Path) -> list[_Line]:
             )
         # Lines without a crc stand at the beginning, or not at all.
         wrong = checked if crc is None else crc != zlib.crc32(text, before)
-        gap = f"{path}, line {number} (step {record['step']}): it was changed, or lines before it are missing"
+        gap = f"{path}, line {number} (step {record['step']}): "
+        gap += "it was changed, or lines before it are missing"
         parsed.append(_Line(line + b"\n", record, gap if wrong else None))
         before, checked = crc or 0, checked or crc is not None
     return parsed

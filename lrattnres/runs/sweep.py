@@ -1,6 +1,6 @@
-"""What became of the runs of a sweep: a status and a traceback in each run's folder, and one table of them all.
+"""What became of the runs of a sweep: a status and a traceback in each folder, and a table of all.
 
-runs/NAME/status.json      state, step, held-out loss and first line of the error (`fault`), as of the last sweep
+runs/NAME/status.json      state, step, held-out loss, and first line of the error (`fault`)
 runs/NAME/failure.txt      the whole traceback, while the state is `failed` or `refused`
 runs/sweep.csv             a line for each run with a status; anyone may write it anew from them
 """
@@ -22,7 +22,8 @@ STATES = ("running", "finished", "stopped", "failed", "refused")
 
 
 def write_status(folder: Path, state: str, error: BaseException | None = None) -> None:
-    """Notes the state of the run in `folder`, which is made if need be, and renews the table beside it.
+    """Notes the state of the run in `folder`, which is made if need be, and renews the table beside
+    it.
 
     Called when a run of a sweep starts, and once more however it ends.
 
@@ -56,7 +57,9 @@ def write_status(folder: Path, state: str, error: BaseException | None = None) -
 
 
 def statuses(runs: Path) -> list[dict[str, Any]]:
-    """The status of every run under `runs` that a sweep has started, by the name that its folder has now."""
+    """The status of every run under `runs` that a sweep has started, by the name that its folder
+    has now.
+    """
     return [
         from_json(path.read_bytes()) | {"name": path.parent.name}
         for path in sorted(runs.glob("*/status.json"))

@@ -1,4 +1,6 @@
-"""Tensors to files and back by torch.distributed.checkpoint (DCP), without what in it is unsafe, silent or unclear."""
+"""Tensors to files and back by torch.distributed.checkpoint (DCP), without what in it is unsafe,
+silent or unclear.
+"""
 
 from __future__ import annotations
 
@@ -81,10 +83,11 @@ def errors_in(state: Mapping[str, Any]) -> list[str]:
 
 @contextmanager
 def explained(what: str, ranks: Ranks) -> Iterator[None]:
-    """Any exception inside becomes a CheckpointError that begins with `what`; an interrupt stays an interrupt.
+    """Any exception inside becomes a CheckpointError that begins with `what`; an interrupt stays an
+    interrupt.
 
-    DCP wraps whatever happens, a keyboard interrupt too, into a BaseException of its own, and warns that
-    there is no process group, which is what we ask for.
+    DCP wraps whatever happens, a keyboard interrupt too, into a BaseException of its own, and warns
+    that there is no process group, which is what we ask for.
     """
     try:
         with warnings.catch_warnings():
@@ -106,19 +109,23 @@ def explained(what: str, ranks: Ranks) -> Iterator[None]:
 
 
 def reason(error: BaseException) -> BaseException:
-    """What the system said, where that is behind an error: DCP answers a full disk with an error about itself."""
+    """What the system said, where that is behind an error: DCP answers a full disk with an error
+    about itself.
+    """
     if isinstance(error, RankError):
         return error
     return next((cause for cause in causes(error) if isinstance(cause, OSError)), error)
 
 
 def differences(state: State, metadata: Metadata, names: set[str], groups: set[str]) -> list[str]:
-    """Every name, shape and dtype in which the wanted part of a checkpoint differs from `state`, sorted.
+    """Every name, shape and dtype in which the wanted part of a checkpoint differs from `state`,
+    sorted.
 
     Args:
         state: What this rank wants.
         metadata: What there is.
-        names: The tensors that all ranks together want: what one of them has, the others do not want.
+        names: The tensors that all ranks together want: what one of them has, the others do not
+            want.
         groups: The top-level names that they want.
     """
     saved = metadata.state_dict_metadata
@@ -146,7 +153,9 @@ def named_tensors(state: State) -> dict[str, torch.Tensor]:
 
 
 def _check_equal(state: State, ranks: Ranks) -> None:
-    """Raises RankError for tensors of one name that are not the same where DCP would write only one of them."""
+    """Raises RankError for tensors of one name that are not the same where DCP would write only one
+    of them.
+    """
     first_seen: dict[str, tuple[int, str]] = {}
     errors = []
     for rank, prints in enumerate(ranks.collect(lambda: _fingerprints(state))):
@@ -154,15 +163,17 @@ def _check_equal(state: State, ranks: Ranks) -> None:
             before, known = first_seen.setdefault(name, (rank, fingerprint))
             if fingerprint != known:
                 errors.append(
-                    f"{name}: differs between rank {before} and rank {rank}; a value of one rank needs "
-                    "a key of its own, with the rank in it"
+                    f"{name}: differs between rank {before} and rank {rank}; a value of one rank "
+                    "needs a key of its own, with the rank in it"
                 )
     if errors:
         raise RankError("not the same on all ranks:\n" + listed(sorted(errors)))
 
 
 def _fingerprints(state: State) -> dict[str, str]:
-    """Shape, dtype and CRC-32 of what this rank holds of every tensor that is, or may be, elsewhere too."""
+    """Shape, dtype and CRC-32 of what this rank holds of every tensor that is, or may be, elsewhere
+    too.
+    """
     prints = {}
     for name, tensor in named_tensors(state).items():
         if isinstance(tensor, DTensor):
@@ -193,15 +204,17 @@ class Writer(FileSystemWriter):
             raise RankError(self._ranks.words(reason(error))) from error
 
     def storage_meta(self) -> StorageMeta:
-        """Without the path of the folder, which is renamed, and which a reader would have to unpickle."""
+        """Without the path of the folder, which is renamed, and which a reader would have to
+        unpickle.
+        """
         return StorageMeta(save_id=self.save_id)
 
 
 class Reader(FileSystemReader):
     """DCP's reader without its one unsafe spot.
 
-    Tensors are read by `torch.load(weights_only=True)` already, but `.metadata` is a pickle, and entries
-    that are no tensors would be unpickled as they come.
+    Tensors are read by `torch.load(weights_only=True)` already, but `.metadata` is a pickle, and
+    entries that are no tensors would be unpickled as they come.
 
     Args:
         path: The folder.

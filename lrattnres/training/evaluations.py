@@ -1,4 +1,6 @@
-"""What a run measures on held-out tokens while it trains, at the steps at which its settings want it."""
+"""What a run measures on held-out tokens while it trains, at the steps at which its settings want
+it.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +38,12 @@ def measure(
         model: Whole or sharded.
         ranks: Who takes part.
         step: The number of steps done.
-        pause: Called before every pass, by all ranks at the same one; what it raises ends the measurement.
+        pause: Called before every pass, by all ranks at the same one; what it raises ends the
+            measurement.
 
     Returns:
-        The held-out loss and what follows from it, as a part of a record; and the depth diagnostics. {} and
-        None where they are not due.
+        The held-out loss and what follows from it, as a part of a record; and the depth
+        diagnostics. {} and None where they are not due.
 
     Raises:
         DataError: This rank cannot read its windows.
@@ -66,7 +69,9 @@ def measure(
 
 
 def _together(dataset: Dataset, tokens: int, batch: int, ranks: Ranks) -> Iterator[Tensor]:
-    """Held-out windows; a rank that cannot read its own leaves no other waiting in the pass over them."""
+    """Held-out windows; a rank that cannot read its own leaves no other waiting in the pass over
+    them.
+    """
     windows = ranks.all_succeed(lambda: iter(dataset.held_out_windows(tokens, batch)))
     while (window := ranks.all_succeed(lambda: next(windows, None))) is not None:
         yield window

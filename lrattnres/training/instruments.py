@@ -12,7 +12,8 @@ from lrattnres.model.transformer import Transformer
 
 
 def due(every: int | None, step: int, last: int | None = None) -> bool:
-    """Whether something that is wanted at multiples of `every`, and at step `last`, is wanted at this step.
+    """Whether something that is wanted at multiples of `every`, and at step `last`, is wanted at
+    this step.
 
     `every` None: it is never wanted.
     """
@@ -36,7 +37,9 @@ def gradient_norm(parameters: Iterable[nn.Parameter], clip: float | None) -> Ten
 
 
 def block_norms(model: Transformer) -> list[Tensor]:
-    """Gradient norm (a scalar) of each transformer block: an attention and the MLP after it, in order."""
+    """Gradient norm (a scalar) of each transformer block: an attention and the MLP after it, in
+    order.
+    """
     pairs = [
         list(model.sublayers[i : i + 2].parameters()) for i in range(0, len(model.sublayers), 2)
     ]

@@ -119,7 +119,9 @@ def _trained(config: TrainConfig, notes: list[str]) -> tuple[RunFolder, bool]:
 
 
 def _refuse_different(ranks: Ranks, values: dict[str, Any], remedy: str) -> None:
-    """Raises ConfigError for values that are not the same on all ranks: they would train on, each another run."""
+    """Raises ConfigError for values that are not the same on all ranks: they would train on, each
+    another run.
+    """
     if errors := ranks.differing(values):
         ranks.of_first(lambda: _refuse([f"{error}: {remedy}" for error in errors]))
 
@@ -129,10 +131,11 @@ def _refuse(errors: list[str]) -> None:
 
 
 def _say_finished(config: TrainConfig, folder: RunFolder, unread: Exception | None = None) -> bool:
-    """Whether the run of these settings is finished, and not to go on from an earlier step; then it says so.
+    """Whether the run of these settings is finished, and not to go on from an earlier step; then it
+    says so.
 
-    `unread`: why its texts cannot be read, which a finished run does not need. Raises CheckpointError if what the
-    summary is of is not there any more, or is damaged.
+    `unread`: why its texts cannot be read, which a finished run does not need. Raises
+    CheckpointError if what the summary is of is not there any more, or is damaged.
     """
     with folder.usable():
         summary = folder.finished() if not config.resume.isdigit() else None
@@ -147,11 +150,12 @@ def _say_finished(config: TrainConfig, folder: RunFolder, unread: Exception | No
         Checkpoints(folder.checkpoints_path).at(summary["step"])
     except CheckpointError as error:
         raise CheckpointError(
-            f"the run is finished, but {error}\nwrite resume=STEP to go on from an older checkpoint, or "
-            f"remove {folder.path}"
+            f"the run is finished, but {error}\nwrite resume=STEP to go on from an older "
+            f"checkpoint, or remove {folder.path}"
         ) from error
     print(
-        f"{folder.path}: finished at step {summary['step']}, held-out loss {summary['val_loss']:.4f}"
+        f"{folder.path}: finished at step {summary['step']}, held-out loss "
+        f"{summary['val_loss']:.4f}"
     )
     if unread is not None:
         print(f"note      its texts cannot be read any more: {unread}")
@@ -267,7 +271,8 @@ def _counted(shares: dict[str, Any]) -> str:
     sent = {kind: max(ranks) for kind, ranks in shares["bytes_sent"].items()}
     most = max(map(sum, zip(*shares["bytes_sent"].values(), strict=True)))
     kinds = ", ".join(f"{kind} {size / 1e6:.3g}" for kind, size in sent.items())
-    return f"a rank sends at most {most / 1e6:.3g} MB a step ({kinds}); peak memory {max(shares['peak_memory']) / GB:.3g} GB"
+    peak = max(shares["peak_memory"]) / GB
+    return f"a rank sends at most {most / 1e6:.3g} MB a step ({kinds}); peak memory {peak:.3g} GB"
 
 
 def _reporters(
@@ -291,7 +296,9 @@ def _quiet(*_: object) -> None:
 
 
 def _build(config: TrainConfig, parallel: Parallel) -> tuple[Transformer, dict[str, Any]]:
-    """The model with its initial weights, or this rank's shards of them, and what was chosen for this machine."""
+    """The model with its initial weights, or this rank's shards of them, and what was chosen for
+    this machine.
+    """
     device, dtype = resolve_device(config.device), DTYPES[config.precision]
     attention = choose_attention(config.attention.name, device, dtype, training=True)
     kernels = choose_kernels(
@@ -326,15 +333,16 @@ def _starting_point(
 ) -> Checkpoint | None:
     """The checkpoint to continue from; None for the beginning.
 
-    Raises CheckpointError if there are checkpoints and none of them is whole: starting over would be no continuation.
+    Raises CheckpointError if there are checkpoints and none of them is whole: starting over would
+    be no continuation.
     """
     if config.resume.isdigit():
         return checkpoints.at(int(config.resume))
     newest = checkpoints.newest(print if ranks.first else _quiet)
     if newest is None and ranks.of_first(lambda: checkpoints.steps() + checkpoints.superseded()):
         raise CheckpointError(
-            f"{checkpoints.folder}: no checkpoint is whole; restore one, or remove the folder to start from "
-            "the beginning"
+            f"{checkpoints.folder}: no checkpoint is whole; restore one, or remove the folder to "
+            "start from the beginning"
         )
     return newest
 
@@ -358,9 +366,11 @@ def _rewind(trainer: Trainer, start: Checkpoint | None, folder: RunFolder) -> No
             trainer.say(f"note      {gap}; the run goes on without them")
         if later := trainer.checkpoints.rewind(step):
             trainer.say(
-                f"note      resume={step}: the checkpoints of steps {', '.join(map(str, later))} are set aside "
-                f"in {folder.checkpoints_path} as .step_NNNNNN.superseded, and removed when the next one is "
-                f"saved; until then resume={later[-1]} finds them. What was measured after step {step} is dropped"
+                f"note      resume={step}: the checkpoints of steps {', '.join(map(str, later))} "
+                f"are set aside in {folder.checkpoints_path} as .step_NNNNNN.superseded, and "
+                "removed when the next one is "
+                f"saved; until then resume={later[-1]} finds them. What was measured after step "
+                f"{step} is dropped"
             )
         for file in (folder.path / "evaluation").glob("step_*.json"):  # of weights that are no more
             number = file.name.removeprefix("step_").partition(".")[0]
@@ -387,9 +397,9 @@ def _finish(folder: RunFolder, trainer: Trainer) -> None:
     )
     if missing := [name for name in names if name not in last]:
         raise RunError(
-            f"{folder.metrics_path}: the record of step {trainer.progress.step} is missing (it ends at step "
-            f"{last['step']}, without {', '.join(missing)}); write resume=STEP, an earlier checkpoint, to "
-            "measure it again"
+            f"{folder.metrics_path}: the record of step {trainer.progress.step} is missing (it "
+            f"ends at step {last['step']}, without {', '.join(missing)}); write resume=STEP, an "
+            "earlier checkpoint, to measure it again"
         )
     summary = {name: last[name] for name in names} | {"bad_steps": trainer.progress.bad_steps}
     summary |= {"mean_grad_norm": trainer.mean_grad_norm}
@@ -397,12 +407,14 @@ def _finish(folder: RunFolder, trainer: Trainer) -> None:
         folder.finish(summary)
     except OSError as error:
         raise TrainingError(
-            f"the run is finished and saved, but its summary cannot be written: {error}; the same command "
-            "writes it"
+            f"the run is finished and saved, but its summary cannot be written: {error}; the same "
+            "command writes it"
         ) from error
     print(
-        f"{folder.path}: finished at step {summary['step']}: held-out loss {summary['val_loss']:.4f} nats "
-        f"per token, {summary['val_bits_per_byte']:.4f} bits per byte over {summary['val_tokens']:,} tokens"
+        f"{folder.path}: finished at step {summary['step']}: held-out loss "
+        f"{summary['val_loss']:.4f} nats "
+        f"per token, {summary['val_bits_per_byte']:.4f} bits per byte over "
+        f"{summary['val_tokens']:,} tokens"
     )
 
 

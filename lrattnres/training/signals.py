@@ -13,11 +13,15 @@ STOPPED = 75  # EX_TEMPFAIL: the run is saved and unfinished; the same command c
 
 
 class Stopped(SharedError, KeyboardInterrupt):
-    """A signal ended what a rank was doing outside of training; `str` is the signal's name. All ranks stop with it."""
+    """A signal ended what a rank was doing outside of training; `str` is the signal's name.
+
+    All ranks stop with it.
+    """
 
 
 class StopRequest:
-    """While open, notes the first SIGTERM, SIGINT or SIGUSR1 in `received`; a second SIGINT interrupts at once.
+    """While open, notes the first SIGTERM, SIGINT or SIGUSR1 in `received`; a second SIGINT
+    interrupts at once.
 
     They may be nested: the inner one hears the signals, and the outer one knows of them afterwards.
 

@@ -1,7 +1,8 @@
 """One run from its first step, or from its newest checkpoint, to its end.
 
-On many ranks every one of them runs this, over its own streams. Whatever they do together, they decide together: the
-same step is skipped, the same checkpoint written and the same signal obeyed by all.
+On many ranks every one of them runs this, over its own streams. Whatever they do together, they
+decide together: the same step is skipped, the same checkpoint written and the same signal obeyed by
+all.
 """
 
 from __future__ import annotations
@@ -54,8 +55,9 @@ class Progress:
 
 @dataclass(frozen=True)
 class StepResult:
-    """One step's mean losses and gradient norm over all ranks, still on the device; the hash of this rank's part of
-    the batch, and that part; the bytes that this rank sent, by kind, if they were counted.
+    """One step's mean losses and gradient norm over all ranks, still on the device; the hash of
+    this rank's part of the batch, and that part; the bytes that this rank sent, by kind, if they
+    were counted.
     """
 
     loss: Tensor
@@ -68,10 +70,24 @@ class StepResult:
 
 
 class Trainer:
-    """Holds the parts of a run and moves them forward together.
+    """Holds the parts of a run and moves them forward together, on every rank of a job.
 
-    `write(record)` receives one record for every step that has something to say; `say(text)` receives remarks. Both
-    are called on every rank with the same values; those of rank 0 count. So is `write_diagnostics(step, diagnostics)`.
+    Args:
+        config: Checked and resolved.
+        dataset: What it reads.
+        model: With its initial weights, whole or sharded; trained in place.
+        checkpoints: Of the run.
+        flops_per_token: FLOP of a token's forward and backward pass.
+        peak_flops: FLOP/s that all ranks together could do.
+        write: Receives a record for every step that has something to say. It is called on every
+            rank with the same values; what rank 0 does with them counts.
+        say: Receives remarks, in the same way.
+        write_diagnostics: Receives a step and its depth diagnostics, in the same way.
+        parallel: How the model lies on the ranks; None: a process alone.
+
+    Raises:
+        DataError: A rank cannot open its streams.
+        RankError: Another rank cannot.
     """
 
     def __init__(
@@ -115,12 +131,18 @@ class Trainer:
         self.shares: dict[str, Any] | None = None  # of the ranks, as counted last
         self._restart_clock()
 
-    # --- the loop -------------------------------------------------------------------------------------------------
+    # --- the loop ---------------------------------------------------------------------------------
 
     def fit(self) -> bool:
-        """Trains to the last step. False if a signal stopped it before: then everything is saved.
+        """Trains to the last step. Collective.
 
-        Raises UnreadableError, after everything is saved, where the next batch cannot be read.
+        Returns:
+            False if a signal stopped it before: then everything is saved.
+
+        Raises:
+            UnreadableError: The next batch cannot be read; everything is saved.
+            TrainingError: The run diverges, or a rank or the disk is lost.
+            RankError: Another rank raised one of these.
         """
         self._restart_clock()
         with self._signals, closing(self.streams):
@@ -139,7 +161,8 @@ class Trainer:
                 ) or "a rank that is too slow, or behind a broken network,"
                 first_line = str(error).partition("\n")[0]
                 raise TrainingError(
-                    f"{who} no longer answers rank {self.ranks.rank} in step {self.progress.step + 1}; the "
+                    f"{who} no longer answers rank {self.ranks.rank} in step "
+                    f"{self.progress.step + 1}; the "
                     f"same command continues from the newest whole checkpoint ({first_line})"
                 ) from error
 
@@ -171,7 +194,9 @@ class Trainer:
 
     @contextmanager
     def _saved_if_unreadable(self) -> Iterator[None]:
-        """A batch that cannot be read, on any rank, stops the run before its step begins: all is as after the last step."""
+        """A batch that cannot be read, on any rank, stops the run before its step begins: all is as
+        after the last step.
+        """
         places = self.streams.state()
         try:
             yield
@@ -181,7 +206,9 @@ class Trainer:
             raise self._saved(error) from error
 
     def _saved(self, error: DataError | RankError) -> Exception:
-        """What to raise for data that cannot be read, on this rank or another, when everything is saved."""
+        """What to raise for data that cannot be read, on this rank or another, when everything is
+        saved.
+        """
         good = not self.progress.bad_in_a_row  # see _checkpoint_due
         if good:
             self.save()
@@ -199,7 +226,9 @@ class Trainer:
         return UnreadableError(f"{error}\n{where}; once it can be read, the same command continues")
 
     def train_step(self) -> StepResult:
-        """One optimizer step over the global batch; a non-finite one changes no weight and is counted."""
+        """One optimizer step over the global batch; a non-finite one changes no weight and is
+        counted.
+        """
         every, step = self.config.instruments.ranks, self.progress.step + 1
         if not due(every, step, last=self.config.steps):
             return self._train_step()
@@ -216,8 +245,9 @@ class Trainer:
             block_norms(self.model) if due(self.config.instruments.gradients, step + 1) else None
         )
         grad_norm = gradient_norm(self.model.parameters(), clip=self.config.optimizer.clip)
-        # The one place where the host waits for the device: it has to know whether to take the step. A signal to any
-        # rank is heard by all here, so that all stop after the same step; 16 bytes on the host are next to nothing.
+        # The one place where the host waits for the device: it has to know whether to take the
+        # step. A signal to any rank is heard by all here, so that all stop after the same step; 16
+        # bytes on the host are next to nothing.
         bad = not bool(torch.isfinite(loss + z_loss) & torch.isfinite(grad_norm))
         decision = self.ranks.largest(torch.tensor([bad, self._signals.number], dtype=torch.int64))
         bad, self.stopped_by = bool(decision[0]), int(decision[1])
@@ -254,7 +284,7 @@ class Trainer:
         loss, z_loss = self.ranks.sum(losses)
         return loss, z_loss, tokens
 
-    # --- what is written ------------------------------------------------------------------------------------------
+    # --- what is written --------------------------------------------------------------------------
 
     def _record(self, result: StepResult) -> None:
         config, progress, record = self.config, self.progress, dict[str, Any]()
@@ -271,8 +301,9 @@ class Trainer:
         self._write({"step": progress.step, "tokens": progress.tokens} | record)
 
     def _write(self, record: dict[str, Any]) -> None:
-        """The record of this step, with what is due of it on held-out tokens. If a signal comes before that is known, or
-        the tokens cannot be read, the record waits in the next checkpoint, and who continues from there begins with it.
+        """The record of this step, with what is due of it on held-out tokens. If a signal comes
+        before that is known, or the tokens cannot be read, the record waits in the next checkpoint,
+        and who continues from there begins with it.
         """
         step, self.unevaluated = self.progress.step, None
         try:
@@ -334,18 +365,23 @@ class Trainer:
         }
 
     def _shares(self, sent: dict[str, int]) -> dict[str, Any]:
-        """Of every rank, in their order: bytes sent in this step by each kind of collective, and peak memory so far."""
+        """Of every rank, in their order: bytes sent in this step by each kind of collective, and
+        peak memory so far.
+        """
         mine = [*(sent[kind] for kind in KINDS), peak_memory(self.model.head.weight.device)]
         *kinds, peaks = self.ranks.gather(torch.tensor(mine)).T.tolist()
         return {"bytes_sent": dict(zip(KINDS, kinds, strict=True)), "peak_memory": peaks}
 
     def _global_hash(self, part: int) -> int:
-        """The hash of the whole batch: parts add up mod 2**64, which is how int64 sums wrap around."""
+        """The hash of the whole batch: parts add up mod 2**64, as sums of int64 do."""
         signed = part - 2**64 if part >= 2**63 else part
         return int(self.ranks.sum(torch.tensor(signed))) % 2**64
 
     def _depth(self, windows: Tensor) -> dict[str, Any]:
-        """Over the windows of the first `micro_batch` streams, whoever owns them. Who owns none passes along, unseen."""
+        """Over the windows of the first `micro_batch` streams, whoever owns them.
+
+        Who owns none passes along, unseen.
+        """
         mine = [
             row for row, stream in enumerate(self.streams.owned) if stream < self.config.micro_batch
         ]
@@ -368,7 +404,9 @@ class Trainer:
 
     @property
     def mean_grad_norm(self) -> float:
-        """Average over the steps so far of the gradient's norm before clipping; steps that were not finite do not count."""
+        """Average over the steps so far of the gradient's norm before clipping; steps that were not
+        finite do not count.
+        """
         return self.grad_norms.item() / max(self.progress.step - self.progress.bad_steps, 1)
 
     def _check_bad_steps(self) -> None:
@@ -379,10 +417,13 @@ class Trainer:
                 f"of `optimizer`, or raise max_bad_steps={self.config.max_bad_steps}"
             )
 
-    # --- state ----------------------------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------
 
     def state(self) -> State:
-        """Everything a continuation needs, as tensors under plain names. Every rank calls this at the same time."""
+        """Everything a continuation needs, as tensors under plain names.
+
+        Every rank calls this at the same time.
+        """
         places = self.ranks.gather(
             self.streams.state()
         )  # [world, owned, k]; stream s is row s // world of rank s % world
@@ -401,7 +442,8 @@ class Trainer:
         }
 
     def save(self) -> None:
-        """A checkpoint of this moment; the last one of a start is on the disk afterwards, others may be on their way.
+        """A checkpoint of this moment; the last one of a start is on the disk afterwards, others
+        may be on their way.
 
         Raises TrainingError where the disk refuses it.
         """
@@ -441,11 +483,13 @@ class Trainer:
         if (own := state["random"].get(f"cpu.rank{self.ranks.rank}")) is not None:
             torch.set_rng_state(own)
 
-    # --- when -----------------------------------------------------------------------------------------------------
+    # --- when -------------------------------------------------------------------------------------
 
     @property
     def _checkpoint_due(self) -> bool:
-        """Not while steps are going wrong: what comes next may stop the run, and the last good checkpoint must stay."""
+        """Not while steps are going wrong: what comes next may stop the run, and the last good
+        checkpoint must stay.
+        """
         return (
             due(self.config.checkpoint.every, self.progress.step) and not self.progress.bad_in_a_row
         )

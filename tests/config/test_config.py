@@ -1,6 +1,7 @@
-"""What the configuration refuses, and that it names every fault at once, with its key, its value and a remedy."""
+"""What the configuration refuses: all errors at once, each with key, value and a remedy."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
+from lrattnres.commands.config_reference import BESIDE_TRAINING, COMPOSED, OWN
+from lrattnres.commands.estimate import EstimateConfig
 from lrattnres.config import (
     ConfigError,
     EvalConfig,
@@ -22,8 +25,10 @@ from lrattnres.config import (
     plain,
     values_of,
 )
-from lrattnres.config.checks import resolve
-from lrattnres.entry import loosened, of_paper, plain_settings, run_name
+from lrattnres.config.checks import checked, resolve
+from lrattnres.config.commands import ConvertConfig, ExportConfig, GenerateConfig, InspectConfig
+from lrattnres.config.schema import alternatives
+from lrattnres.entry import loosened, of_paper, plain_settings, run_name, settings
 from lrattnres.residual.base import path_of, paths
 from tests.paths import CONFIGS
 
@@ -92,6 +97,11 @@ def faults(*overrides: str) -> list[str]:
         ("resume=last", ["resume=last", "auto, none"]),
         ("seed=-1", ["seed=-1", "between 0 and"]),
         ("steps=0", ["steps=0", "at least 1"]),
+        ("steps=9999999999999999999999", ["steps=9999999999999999999999", "at most"]),
+        ("optimizer.muon_lr=nan", ["optimizer.muon_lr=nan", "must be a finite number"]),
+        ("optimizer.muon_lr=inf", ["optimizer.muon_lr=inf", "must be a finite number"]),
+        ("optimizer.muon_lr=-1", ["optimizer.muon_lr=-1.0", "at least 0"]),
+        ("data.holdout=1", ["data.holdout=1.0", "between 0 and 1, both excluded"]),
         ("evaluation.tokens=0", ["evaluation.tokens=0", "at least 1"]),
         ("attention=flex", ["attention=flex", "no backward", "attention=sdpa"]),
     ],
@@ -210,14 +220,86 @@ def test_every_shipped_choice_is_possible(group: str, tmp_path) -> None:
             extra.append("model.vocabulary=null")
         if file.stem == "pretrained":
             extra += [f"tokenizer.path={tmp_path}", "tokenizer.separator=0", "model.vocabulary=99"]
-        resolve(composed("name=x", "device=cpu", f"{group}={file.stem}", *extra, "optimizer.warmup=2", "compile=off",
-                         "optimizer.momentum_rise=0", "optimizer.momentum_fall=0"))  # fmt: skip
+        short = [f"optimizer.{key}" for key in ("warmup=2", "momentum_rise=0", "momentum_fall=0")]
+        shown = [f"{group}={file.stem}", *extra, *short, "compile=off"]
+        resolve(composed("name=x", "device=cpu", *shown))
 
 
-def test_every_field_is_documented_and_bounds_exist() -> None:
-    for schema in (TrainConfig, EvalConfig, TokenizeConfig):
-        for key, (_, metadata) in fields_of(schema).items():
-            assert len(metadata["help"]) > 8, key
+SCHEMAS = dict.fromkeys([*COMPOSED.values(), *OWN.values(), *BESIDE_TRAINING.values()])
+SETTINGS = [
+    pytest.param(schema, key, id=f"{schema.__name__}.{key}")
+    for schema in SCHEMAS
+    for key in fields_of(schema)
+]
+ANY = {str: "x", int: 1, float: 0.5, bool: True}
+
+
+def told(schema: type, values: dict[str, object]) -> list[str]:
+    """What is wrong with these values, of a schema whose others are possible."""
+    usual = flatten(defaults(schema))
+    needed = {key: alternatives(kind)[0] for key, (kind, _) in fields_of(schema).items()}
+    tree = {
+        key: ANY[kind] if kind in ANY else next(iter(kind)).name
+        for key, kind in needed.items()
+        if usual[key] == "???"
+    }
+    try:
+        checked(parse(schema, tree | values))
+    except ConfigError as refusal:
+        return [
+            error
+            for error in refusal.errors
+            if error.startswith(tuple(f"{key}=" for key in values))
+        ]
+    return []
+
+
+@pytest.mark.parametrize(("schema", "key"), SETTINGS)
+def test_every_setting_is_documented_and_every_number_has_bounds(schema: type, key: str) -> None:
+    kind, metadata = fields_of(schema)[key]
+    assert len(metadata["help"]) > 8
+    beyond = {int: [10**22, 10**400], float: [math.nan, math.inf, -math.inf]}
+    for number in [n for part in alternatives(kind) for n in beyond.get(part, [])]:
+        (error,) = told(schema, {key: number})
+        assert "must be at most" in error or "must be between" in error or "finite" in error
+    usual = flatten(defaults(schema)).get(key)
+    if metadata["limits"] and usual not in (None, "???"):
+        assert not told(schema, {key: usual})
+
+
+@pytest.mark.parametrize(
+    ("schema", "wrong"),
+    [
+        (EvalConfig, {"tokens": 0, "batch": -1, "limit": 0, "threads": 0, "step": -1}),
+        (ExportConfig, {"step": -1}),
+        (ConvertConfig, {"context": 0, "seed": -1}),
+        (TokenizeConfig, {"workers": 0, "data.holdout": 2.0, "data.timeout": 0.0}),
+        (GenerateConfig, {"tokens": 0, "top_p": 2.0, "temperature": -1.0}),
+        (InspectConfig, {"first": -1, "shown": 513}),
+        (EstimateConfig, {"gpus": 0}),
+    ],
+)
+def test_all_commands_are_checked_alike_and_tell_all_at_once(schema: type, wrong: dict) -> None:
+    assert len(told(schema, wrong)) == len(wrong)
+    if schema in OWN.values():
+        with pytest.raises(ConfigError) as refusal:
+            settings(schema, [f"{key}={value}" for key, value in wrong.items()] + [
+                f"{key}=x" for key in ("run", "source", "out", "prompt", "model.residual", "text")
+                if key in fields_of(schema)
+            ])  # fmt: skip
+        assert len(refusal.value.errors) == len(wrong)
+
+
+def test_wrong_types_do_not_hide_values_out_of_bounds() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        composed(*DEMO, "model.rank=abc", "model.layers=0", "seed=-1")
+    assert len(refusal.value.errors) == 3
+
+
+def test_numbers_beyond_all_use_are_refused_at_once() -> None:
+    """Nothing counts up to them to propose a better one."""
+    (error,) = faults("global_batch=9999999999999999999999", "micro_batch=7")
+    assert "between 1 and 1048576" in error
 
 
 def test_a_resolved_configuration_survives_its_file() -> None:
@@ -279,7 +361,8 @@ def test_only_settings_are_loosened() -> None:
         "~model.rank",
     ]
     assert loosened(given, CONFIGS) == [
-        "model=demo", "++model.rank=3", "+table1=glob(*)", "++seed=1,2", "-m", "hydra.sweep.dir=x", "~model.rank",
+        "model=demo", "++model.rank=3", "+table1=glob(*)", "++seed=1,2", "-m", "hydra.sweep.dir=x",
+        "~model.rank",
     ]  # fmt: skip
 
 
@@ -291,7 +374,7 @@ def test_flatten_names_leaves_by_their_path() -> None:
 class Options:
     n: int = option("streams")
     tanh: bool = option("with tanh", False)
-    widths: list[int] = option("some widths", list)
+    widths: list[int] = option("some widths", list, at_least=1)
 
 
 def test_settings_of_a_residual_path_are_free_and_reach_it() -> None:
@@ -311,6 +394,9 @@ def test_settings_of_a_residual_path_are_free_and_reach_it() -> None:
 
 def test_settings_of_a_residual_path_are_parsed_as_all_others_are() -> None:
     assert parse_options(Options, {"n": 2, "widths": [1]}, "model.path") == Options(2, False, [1])
+    for wrong in ({"n": 10**22}, {"n": 1, "widths": [2, 0]}):
+        with pytest.raises(ConfigError, match=r"model\.path\.\w+=.*: must be at "):
+            parse_options(Options, wrong, "model.path")
     with pytest.raises(ConfigError) as refusal:
         parse_options(Options, {"tan": 1, "tanh": "abc", "widths": ["x"]}, "model.path")
     assert refusal.value.errors == [

@@ -187,7 +187,9 @@ def test_missing_rank_files_are_named_as_tiktoken_looks_for_them(monkeypatch, tm
         openai_public.ENCODING_CONSTRUCTORS[name]()
     stored = list(tmp_path.iterdir())
     assert fetched and len(stored) == len(fetched)
-    for address, path in zip(fetched, sorted(stored, key=lambda path: path.stat().st_mtime_ns)):
+    for address, path in zip(
+        fetched, sorted(stored, key=lambda path: path.stat().st_mtime_ns), strict=True
+    ):
         assert f"{path} (a copy of {address})" in str(refusal.value)
 
 

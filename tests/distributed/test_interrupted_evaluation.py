@@ -1,4 +1,6 @@
-"""A signal in the middle of an evaluation: all ranks leave it together, and the next start makes it, as if nothing had been."""
+"""A signal in the middle of an evaluation: all ranks leave it together, and the next start makes
+it, as if nothing had been.
+"""
 
 import itertools
 import os
@@ -17,7 +19,9 @@ from tests.distributed.test_training import build
 
 
 class Signalling:
-    """A dataset that sends its process a SIGTERM with the third batch of its evaluation number `evaluation`, from 1."""
+    """A dataset that sends its process a SIGTERM with the third batch of its evaluation number
+    `evaluation`, from 1.
+    """
 
     def __init__(self, dataset, evaluation: int):
         self._dataset, self._left, self.heard_late = dataset, evaluation, False
@@ -48,7 +52,9 @@ def trainer_of(settings: list[str], folder: Path) -> Trainer:
 def cut_and_continue(
     rank: int, settings: list[str], folder: Path, evaluation: int, at: int
 ) -> list[dict]:
-    """The records of a run whose last rank has a signal in an evaluation, at step `at`, and of its two continuations."""
+    """The records of a run whose last rank has a signal in an evaluation, at step `at`, and of its
+    two continuations.
+    """
     first = trainer_of(settings, folder)
     if rank == first.ranks.world - 1:
         first.dataset = Signalling(first.dataset, evaluation)

@@ -1,4 +1,6 @@
-"""Activation checkpointing and compilation: the same gradients, less memory, one graph for equal sub-layers."""
+"""Activation checkpointing and compilation: the same gradients, less memory, one graph for equal
+sub-layers.
+"""
 
 import pytest
 import torch
@@ -38,8 +40,8 @@ class Alive(TorchDispatchMode):
 def prepared(settings: list[str]) -> tuple[Transformer, torch.Tensor]:
     config, _ = resolve(composed(*settings))
     model = build_model(
-        config.model, seed=0, device=torch.device("cpu"), attention=BACKENDS["sdpa"], dtype=torch.float32,
-        prepare=lambda model: parallelize(model, config, Parallel()),
+        config.model, seed=0, device=torch.device("cpu"), attention=BACKENDS["sdpa"],
+        dtype=torch.float32, prepare=lambda model: parallelize(model, config, Parallel()),
     )  # fmt: skip
     with torch.no_grad():
         for parameter in model.parameters():

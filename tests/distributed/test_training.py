@@ -1,4 +1,6 @@
-"""One run on several ranks is the run of one process: losses, norms, batches and weights, for every variant and mesh."""
+"""One run on several ranks is the run of one process: losses, norms, batches and weights, for every
+variant and mesh.
+"""
 
 import pytest
 import torch
@@ -21,7 +23,8 @@ MESHES = {
     "hsdp 2x2": (4, ["parallel.mode=hsdp", "parallel.shard_degree=2"]),
     "ddp 2": (2, ["parallel.mode=ddp"]),
 }
-# Learning rates that leave ten steps comparable, and a batch that is cut twice a rank for two ranks and once for four.
+# Learning rates that leave ten steps comparable, and a batch that is cut twice a rank for two ranks
+# and once for four.
 SETTINGS = [
     "steps=10",
     "micro_batch=2",

@@ -1,4 +1,6 @@
-"""What one rank meets, all decide together: faults of data, steps that are not finite, and what they agree on at all."""
+"""What one rank meets, all decide together: faults of data, steps that are not finite, and what
+they agree on at all.
+"""
 
 import math
 import os
@@ -226,7 +228,9 @@ def test_evaluation_gives_one_number_for_any_number_of_ranks(tiny_run, world: in
 
 
 def diagnose_in_training(rank: int, settings: list[str]) -> dict:
-    """Of a model whose weights lie in shards; 500 tokens are two batches of 16 windows, and so one round of two ranks."""
+    """Of a model whose weights lie in shards; 500 tokens are two batches of 16 windows, and so one
+    round of two ranks.
+    """
     trainer = build(settings)
     trainer.write_diagnostics = lambda step, diagnostics: found.append((step, diagnostics))
     found: list[tuple[int, dict]] = []

@@ -20,6 +20,15 @@ for layer in range(4):
 # A recorded file -> the settings that it was made with, as ours.
 SETTINGS = {
     "denseformer_d1_p1": {"residual": "denseformer", "path": {"dilation": 1, "period": 1}},
+    "hc_static_n2": {"residual": "hc", "path": {"n": 2, "dynamic": False}},
+    "hc_dynamic_n2": {"residual": "hc", "path": {"n": 2, "dynamic": True}},
+    "mhc_n2": {"residual": "mhc", "path": {"n": 2}},
+    "frac_dynamic_m2": {"residual": "frac", "path": {"m": 2}},
+    "laurel_rw": {"residual": "laurel", "path": {"parts": "rw"}},
+    "laurel_lr_r4": {"residual": "laurel", "rank": 4, "path": {"parts": "lr"}},
+    "postnorm": {"residual": "postnorm"},
+    "highway_scalar": {"residual": "highway", "path": {"gate": "scalar"}},
+    "altup_n2": {"residual": "altup", "path": {"n": 2}},
 }
 
 

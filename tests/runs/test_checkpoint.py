@@ -1,4 +1,6 @@
-"""Checkpoints against real damage: cut, flipped, deleted and hostile files, killed processes, a full disk."""
+"""Checkpoints against real damage: cut, flipped, deleted and hostile files, killed processes, a
+full disk.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ def seal(folder: Path) -> None:
     path.write_text(json.dumps(manifest))
 
 
-# --- what is saved comes back -----------------------------------------------------------------------------------------
+# --- what is saved comes back ---------------------------------------------------------------------
 
 
 def test_round_trip_is_exact_to_the_bit(tmp_path: Path) -> None:
@@ -67,7 +69,7 @@ def test_round_trip_is_exact_to_the_bit(tmp_path: Path) -> None:
     nans = torch.tensor([0x7FC00001, 0x7F800001, -0x3FFFFF], dtype=torch.int32)
     values = {
         "float32": torch.cat([words, nans]).view(torch.float32),
-        "bfloat16": torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16),
+        "bfloat16": torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16),
         "int64": torch.tensor([-(2**63), 2**63 - 1, 2**53 + 1]),
         "uint8": torch.arange(256, dtype=torch.uint8),
         "bool": torch.tensor([True, False]),
@@ -153,7 +155,7 @@ def test_only_tensors_and_json_are_saved(tmp_path: Path) -> None:
     assert checkpoints.steps() == []
 
 
-# --- which ones there are ---------------------------------------------------------------------------------------------
+# --- which ones there are -------------------------------------------------------------------------
 
 
 def test_pruning_keeps_the_newest_and_the_multiples(tmp_path: Path) -> None:
@@ -213,7 +215,7 @@ def test_nothing_there(tmp_path: Path) -> None:
     assert newest(Checkpoints(tmp_path / "none")) == (None, [])
 
 
-# --- damage -----------------------------------------------------------------------------------------------------------
+# --- damage ---------------------------------------------------------------------------------------
 
 
 def cut(path: Path) -> None:
@@ -252,7 +254,8 @@ def test_damage_is_reported_and_passed_over(tmp_path: Path, file: str, damage, s
     )
     with pytest.raises(CheckpointError, match=says):
         checkpoints.at(2)
-    # What could not be read from here may be whole for another version, or another machine: going on keeps it apart.
+    # What could not be read from here may be whole for another version, or another machine: going
+    # on keeps it apart.
     before = sorted(path.name for path in (tmp_path / "step_000002").iterdir())
     assert checkpoints.rewind(1) == [] and checkpoints.steps() == [1]
     assert sorted(path.name for path in (tmp_path / ".step_000002.damaged").iterdir()) == before
@@ -422,7 +425,7 @@ def test_an_interrupt_stays_an_interrupt(tmp_path: Path, monkeypatch: pytest.Mon
     assert not list(tmp_path.iterdir())
 
 
-# --- hostile files, with a manifest that vouches for them --------------------------------------------------------------
+# --- hostile files, with a manifest that vouches for them -----------------------------------------
 
 
 class Command:

@@ -72,7 +72,7 @@ def opened(*arguments: Any, **options: Any) -> RunFolder:
     return run
 
 
-# --- the same run -----------------------------------------------------------------------------------------------------
+# --- the same run ---------------------------------------------------------------------------------
 
 
 def test_the_settings_come_back(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_paths_of_an_older_run_are_compared_as_they_are_written(tmp_path: Path) 
         opened(config(tmp_path, data__root="hf://datasets/a/c"))
 
 
-# --- damage -----------------------------------------------------------------------------------------------------------
+# --- damage ---------------------------------------------------------------------------------------
 
 
 def test_no_cut_of_the_settings_passes_for_whole(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_torn_json_is_named(tmp_path: Path, file: str) -> None:
         RunFolder.open(config(tmp_path))
 
 
-# --- one process at a time --------------------------------------------------------------------------------------------
+# --- one process at a time ------------------------------------------------------------------------
 
 HOLDS = """
 import sys, time
@@ -272,7 +272,7 @@ def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> 
     assert len(run.starts()) == 3
 
 
-# --- what it was started with -----------------------------------------------------------------------------------------
+# --- what it was started with ---------------------------------------------------------------------
 
 
 def test_every_start_is_described(tmp_path: Path) -> None:
@@ -328,7 +328,7 @@ def test_a_summary_finishes_the_run(tmp_path: Path) -> None:
     assert finished and finished["val_loss"] != finished["val_loss"]
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(

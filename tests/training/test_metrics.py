@@ -1,4 +1,4 @@
-"""metrics.jsonl under kills and cuts, what a person sees, and W&B without key, network or goodwill."""
+"""metrics.jsonl under kills and cuts, what a person sees, and W&B without key or network."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def chained_crc(content: bytes) -> list[int]:
     return found
 
 
-# --- metrics.jsonl ----------------------------------------------------------------------------------------------------
+# --- metrics.jsonl --------------------------------------------------------------------------------
 
 
 def test_records_come_back(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
     )
 
 
-# --- progress ---------------------------------------------------------------------------------------------------------
+# --- progress -------------------------------------------------------------------------------------
 
 RECORD = {
     "loss": 3.14159,
@@ -267,7 +267,8 @@ def test_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> No
     progress.update(60, {"val_loss": float("nan"), "mfu": None})
     progress.close()
     assert stream.getvalue().splitlines() == [
-        "step  60/200, loss 3.1416, muon 1.0e-02, adam 3.0e-03, 12,346 tokens/s, MFU 41.7%, 11:40 left",
+        "step  60/200, loss 3.1416, muon 1.0e-02, adam 3.0e-03, 12,346 tokens/s, MFU 41.7%, 11:40 "
+        "left",
         "saved",
         "step  60/200, held-out loss nan, 11:40 left",
     ]
@@ -295,7 +296,7 @@ def test_a_bar_on_a_terminal() -> None:
     assert re.match(r"step  60/200, loss 3.1416.*\nsaved\r\n$", on_terminal(0), re.DOTALL)
 
 
-# --- sinks ------------------------------------------------------------------------------------------------------------
+# --- sinks ----------------------------------------------------------------------------------------
 
 
 def test_the_shipped_choices() -> None:
@@ -344,7 +345,9 @@ print(time.monotonic() - begin, file=notes)
 def test_the_real_library_without_key_or_network(
     tmp_path: Path, environment: dict[str, str], reason: str
 ) -> None:
-    """On a terminal, where it could ask for a key: it asks nothing, prints nothing, and records offline."""
+    """On a terminal, where it could ask for a key: it asks nothing, prints nothing, and records
+    offline.
+    """
     pytest.importorskip("wandb")
     run, notes = tmp_path / "demo", tmp_path / "notes"
     run.mkdir()

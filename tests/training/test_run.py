@@ -1,9 +1,13 @@
-"""Beginning, continuing and ending a run in one process: full disks, lost texts, chosen steps, gaps in what was measured."""
+"""Beginning, continuing and ending a run in one process: full disks, lost texts, chosen steps, gaps
+in what was measured.
+"""
 
 import errno
 import json
 import os
 import shutil
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +21,7 @@ from lrattnres.runs import files, folder
 from lrattnres.runs.checkpoint import Checkpoints
 from lrattnres.runs.metrics import MetricsFile
 from lrattnres.training.run import train
+from lrattnres.training.signals import STOPPED
 from tests.config.test_config import composed
 
 SIZE = ("steps=8", "optimizer.warmup=2", "evaluation.every=null", "checkpoint.every=2")
@@ -24,7 +29,9 @@ SIZE = ("steps=8", "optimizer.warmup=2", "evaluation.every=null", "checkpoint.ev
 
 @pytest.fixture
 def command(tiny_run, texts, tmp_path):
-    """command(*changes): trains in this process, over texts of its own that may be taken away; whether it finished."""
+    """command(*changes): trains in this process, over texts of its own that may be taken away;
+    whether it finished.
+    """
     own = tmp_path / "texts"
     shutil.copytree(texts, own)
 
@@ -130,7 +137,7 @@ def test_a_finished_run_needs_no_texts(command, tmp_path: Path, capsys) -> None:
 
 @pytest.mark.parametrize(
     "file",
-    [".lock", "identity.json", "paths.json", "environment.json", "config.yaml", "record_choices"],
+    [".lock", "config.yaml", "record_choices"],
 )
 def test_a_full_disk_refuses_a_new_run(
     command, tmp_path: Path, capsys, monkeypatch, file: str
@@ -185,3 +192,21 @@ def test_a_place_that_cannot_hold_runs(command, tmp_path: Path, capsys, runs: st
     assert line.startswith(
         f"refused: {tmp_path}/{runs}/run: cannot be used as a run folder: [Errno"
     )
+
+
+def test_a_job_that_is_stopped_before_it_trains_is_requeued(
+    command, capsys, monkeypatch, tmp_path: Path
+) -> None:
+    def signalled(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(5)
+
+    monkeypatch.setattr("lrattnres.training.run._open_data", signalled)
+    monkeypatch.setattr("lrattnres.training.run.requeue", lambda: "4711")
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert attempt(lambda: command("cluster.requeue=true"))[0] == STOPPED
+    said = capsys.readouterr()
+    assert "SLURM job 4711 is in the queue again" in said.out
+    assert said.err.startswith("SIGUSR1: stopped outside of training")
+    assert not (tmp_path / "runs").exists()

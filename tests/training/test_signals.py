@@ -1,4 +1,6 @@
-"""A signal at any moment is a stop: while the imports run, before training, inside a sweep, and after it."""
+"""A signal at any moment is a stop: while the imports run, before training, inside a sweep, and
+after it.
+"""
 
 import csv
 import os
@@ -94,7 +96,7 @@ def test_the_outer_one_knows_what_the_inner_one_heard() -> None:
 
 
 def test_while_torch_is_imported() -> None:
-    """From the moment on at which Python itself hears signals, which is long before the run does."""
+    """From the moment on at which Python itself hears signals, long before the run does."""
     command = [sys.executable, str(ROOT / "train.py"), "experiment=demo"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     status, deadline = Path(f"/proc/{process.pid}/status"), time.monotonic() + 30

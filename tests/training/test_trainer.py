@@ -1,4 +1,6 @@
-"""The training loop in one process: gradients, bad steps, and continuation to the last bit."""
+"""The training loop in one process: its gradients, its bad steps, and its continuation to the last
+bit.
+"""
 
 import math
 
