@@ -1,9 +1,11 @@
-"""What the measuring scripts share: timing, and running from a bare checkout with nothing installed
-but torch and Triton.
+"""What the measuring tools share: options, models, timing.
+
+Imported before lrattnres, it makes them run from a bare clone, with nothing but torch and Triton.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import platform
@@ -17,13 +19,70 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-if (
-    importlib.util.find_spec("omegaconf") is None
-):  # only parsing configuration files needs it, and nothing here does
+# Only parsing settings needs it, and here they are made as they should be.
+BARE = importlib.util.find_spec("omegaconf") is None
+if BARE:
     stand_in, errors = types.ModuleType("omegaconf"), types.ModuleType("omegaconf.errors")
     stand_in.__dict__.update(MISSING="???", OmegaConf=None)
     errors.__dict__.update(OmegaConfBaseException=Exception)
     sys.modules |= {"omegaconf": stand_in, "omegaconf.errors": errors}
+
+from lrattnres.config import ModelConfig
+from lrattnres.residual import base
+
+if BARE:
+    base.parse_options = lambda options, values, prefix: options(**values)
+
+SIZES = ("layers", "dim", "heads", "mlp_width", "context", "vocabulary")
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": dict(zip(SIZES, (3, 32, 2, 48, 8, 64), strict=True)),
+    "demo": dict(zip(SIZES, (6, 128, 4, 352, 256, 257), strict=True)),
+    "small": dict(zip(SIZES, (8, 256, 4, 704, 512, 4096), strict=True)),
+    "paper": dict(zip(SIZES, (24, 1024, 16, 2816, 2048, 100_277), strict=True)),
+}
+
+
+def options(
+    doc: str | None, *, device: bool = True, model: bool = False
+) -> argparse.ArgumentParser:
+    """A parser with the options that several tools have: --json, and what is asked for."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, help="file that all figures are written to")
+    if device:
+        parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    if model:
+        parser.add_argument("--shape", default="small", choices=SHAPES)
+        parser.add_argument(
+            "--variants", nargs="*", help="residual[:blocks[:rank]]; blocks may be `full`"
+        )
+        parser.add_argument(
+            "--precision", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU"
+        )
+        parser.add_argument("--threads", type=int)
+    return parser
+
+
+def settle(chosen: argparse.Namespace) -> None:
+    """Fills in the precision that follows from the device, and sets the threads."""
+    chosen.precision = chosen.precision or ("bfloat16" if chosen.device == "cuda" else "float32")
+    if chosen.threads:
+        torch.set_num_threads(chosen.threads)
+
+
+def words(chosen: argparse.Namespace) -> dict[str, str]:
+    """The options as they are written beside the figures."""
+    return {name: str(value) for name, value in vars(chosen).items()}
+
+
+def model_config(name: str, shape: dict[str, Any]) -> ModelConfig:
+    """`residual[:blocks[:rank]]` at a shape; blocks may be `full`."""
+    residual, blocks, rank = [*name.split(":"), *("full", "")[name.count(":") :]]
+    config = ModelConfig(
+        residual, int(rank) if rank else None, None if blocks == "full" else int(blocks), **shape
+    )
+    return base.path_of(config).settled(config)[0]
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -49,9 +108,7 @@ def seconds(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def copy_rate(device: torch.device) -> float:
-    """Bytes a second of a large copy, reads and writes counted: what a kernel bound by memory could
-    reach here.
-    """
+    """Bytes a second of a large copy, reads and writes counted: the bound of memory here."""
     source = torch.empty(
         (2**30 if device.type == "cuda" else 2**27) // 2, dtype=torch.bfloat16, device=device
     )

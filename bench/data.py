@@ -1,5 +1,6 @@
-"""Measure every stage between a parquet file and the model: `python bench/data.py [--root DIR]
-[--rounds N]`.
+"""Measure every stage between a parquet file and the model.
+
+    python bench/data.py [--root DIR] [--rounds N]
 
 Without --root, the documentation strings of the installed Python are written as parquet in the
 paper's schema first. Rates are tokens of cl100k_base by the seconds that one thread had a core,
@@ -10,7 +11,6 @@ and the training step are wall-clock.
 
 from __future__ import annotations
 
-import argparse
 import resource
 import statistics
 import tempfile
@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import common
 import numpy as np
 import pyarrow as pa
 import tiktoken
@@ -50,9 +51,7 @@ NAME = TokenizerName.cl100k_base
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds of this thread's own time on a core: what others do on the machine meanwhile hardly
-    counts.
-    """
+    """Seconds of this thread's own time on a core, whatever else the machine does meanwhile."""
     begin = time.thread_time()
     work()
     return time.thread_time() - begin
@@ -125,8 +124,8 @@ def to_device(windows: torch.Tensor, device: torch.device) -> list[torch.Tensor]
 
 def stages(
     data: DataConfig, corpus: Corpus, documents: Documents, shards: Documents, rounds: int
-) -> None:
-    """Prints the rate of every stage, and those of the targets as shares of tiktoken alone."""
+) -> dict[str, float]:
+    """Prints and returns the rate of every stage, and that of the target by tiktoken's alone."""
     offline = f"{NAME.name}_offline"
     encoding = tiktoken.get_encoding(
         offline if offline in tiktoken.list_encoding_names() else NAME.name
@@ -172,10 +171,12 @@ def stages(
     median, each = statistics.median(ratios), ", ".join(f"{ratio:.3f}" for ratio in ratios)
     print(f"tokenize and pack against tiktoken alone: median {median:.3f} (rounds {each})")
     del groups
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    return medians | {"tokenize and pack / tiktoken alone": median}
 
 
-def memory(documents: Documents, tokens: int) -> None:
-    """Prints the resident memory while `tokens` tokens are streamed."""
+def memory(documents: Documents, tokens: int) -> list[float]:
+    """Prints and returns the resident memory, in MiB, while `tokens` tokens are streamed."""
     streams = TrainStreams(documents, context=CONTEXT, streams=STREAMS, seed=0, workers=2, ahead=8)
     size, seen = STREAMS * CONTEXT, []
     for step in range(tokens // size):
@@ -187,13 +188,13 @@ def memory(documents: Documents, tokens: int) -> None:
                 / 2**20
             )
     streams.close()
-    print(
-        f"resident MiB over {tokens / 1e6:.0f}M tokens: {', '.join(f'{value:.0f}' for value in seen)}"
-    )
+    shown = ", ".join(f"{value:.0f}" for value in seen)
+    print(f"resident MiB over {tokens / 1e6:.0f}M tokens: {shown}")
+    return seen
 
 
-def waiting(documents: Documents, tokenizer: Tokenizer, steps: int) -> None:
-    """Prints the share of its time that a training step on this machine waits for data."""
+def waiting(documents: Documents, tokenizer: Tokenizer, steps: int) -> float:
+    """Prints and returns the share of its time that a training step here waits for data."""
     device = resolve_device(Device.auto)
     config = ModelConfig("s_lr", 16, 4, None, 6, 128, 4, 352, CONTEXT, tokenizer.vocabulary)
     attention = choose_attention("auto", device, torch.float32, training=True)
@@ -211,12 +212,14 @@ def waiting(documents: Documents, tokenizer: Tokenizer, steps: int) -> None:
     streams.close()
     share = streams.waited / seconds
     print(
-        f"a step of {4 * CONTEXT} tokens takes {seconds / steps:.3f} s, and waits for data {share:.3%} of it"
+        f"a step of {4 * CONTEXT} tokens takes {seconds / steps:.3f} s, "
+        f"and waits for data {share:.3%} of it"
     )
+    return share
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = common.options(__doc__, device=False)
     parser.add_argument("--root", help="folder of parquet files in the paper's schema")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
@@ -231,16 +234,21 @@ def main() -> None:
         report = tokenize_corpus(
             TokenizeConfig(f"{temporary}/tokens", 1, 64, data, TokenizerConfig(NAME))
         )
-        print(
-            f"{corpus.description}\n{'tokenize to shards':<20}{report.tokens / report.seconds:>16,.0f} tokens/s   (a process)"
-        )
+        rate = report.tokens / report.seconds
+        print(corpus.description)
+        print(f"{'tokenize to shards':<20}{rate:>16,.0f} tokens/s   (a process)")
         shards = open_documents(
             DataConfig(corpus=CorpusName.tokens, root=f"{temporary}/tokens", holdout=0.1), tokenizer
         )
         documents = EncodedCorpus(corpus, tokenizer)
-        stages(data, corpus, documents, shards, options.rounds)
-        memory(documents, options.tokens)
-        waiting(documents, tokenizer, 5)
+        found = {
+            "options": common.words(options),
+            "tokens_per_second": stages(data, corpus, documents, shards, options.rounds)
+            | {"tokenize to shards": rate},
+            "resident_mib": memory(documents, options.tokens),
+            "waits": waiting(documents, tokenizer, 5),
+        }
+        common.write_json(options.json, common.machine(torch.device("cpu")) | found)
 
 
 if __name__ == "__main__":

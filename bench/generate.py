@@ -1,14 +1,13 @@
-"""Decoding with a cache against running the whole window again, and what depth reads cost of a
-step, alternating in one run.
+"""Decoding with a cache against running the whole window again, and the share of depth reads.
 
     python bench/generate.py --json found.json                 # on a CPU: 8 blocks of width 256
     python bench/generate.py --device cuda --shape paper --context 2048
 
 A round takes, for every model in turn: one step of the decoder at the end of a window of --context
 tokens, one pass over that window without a cache, the step's depth reads alone (everything that the
-router does in a step, with the sub-layers' outputs given), and those in two phases, by blocks.
-Shares and ratios are medians over the rounds of quotients inside a round, so they survive a busy
-machine; tokens/s do not. Weights are random: no figure depends on them.
+residual path does in a step, with the sub-layers' outputs given), and those in two phases, by
+blocks. Shares and ratios are medians over the rounds of quotients inside a round, so they survive a
+busy machine; tokens/s do not. Weights are random: no figure depends on them.
 """
 
 from __future__ import annotations
@@ -16,15 +15,12 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import common
 import torch
-from step import SHAPES
 from torch import Tensor
 
-from lrattnres.config import ModelConfig
 from lrattnres.kernels.backends import choose_kernels
 from lrattnres.model.attention import choose_attention
 from lrattnres.model.decoder import Decoder
@@ -43,11 +39,8 @@ VARIANTS = [
 
 def build(name: str, options: argparse.Namespace) -> Transformer:
     """`residual[:blocks[:rank]]` as a model, with queries that are not zero."""
-    residual, blocks, rank = [*name.split(":"), *("full", "")[name.count(":") :]]
-    shape = SHAPES[options.shape] | {"context": options.context}
-    config = ModelConfig(
-        residual, int(rank) if rank else None, None if blocks == "full" else int(blocks), **shape
-    )
+    shape = common.SHAPES[options.shape] | {"context": options.context}
+    config = common.model_config(name, shape)
     device, dtype = torch.device(options.device), getattr(torch, options.precision)
     attention = choose_attention("auto", device, dtype, training=False)
     kernels = choose_kernels("auto", device, dtype, compiled=False)
@@ -91,8 +84,7 @@ class Subject:
         return logits
 
     def whole(self) -> Tensor:
-        """The same logits by a pass over the whole window, as decoding without a cache makes them.
-        """
+        """The same logits by a pass over the whole window, as decoding without a cache does."""
         return self.model(self.window, self.model.mask(None, *self.window.shape))[:, -1]
 
     def reads(self) -> Tensor:
@@ -114,9 +106,7 @@ class Subject:
 
 
 def warm_seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """One run right after another of the same: the caches hold what it needs, and not what was
-    measured before it.
-    """
+    """One run right after another of the same, so that the caches hold what it needs."""
     call()
     return common.seconds(call, device)
 
@@ -151,45 +141,31 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 )
             }
         )
-    words = {name: str(value) for name, value in vars(options).items()}
-    return common.machine(torch.device(options.device)) | {"options": words, "rows": rows}
+    chosen = {"options": common.words(options), "rows": rows}
+    return common.machine(torch.device(options.device)) | chosen
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--shape", default="small", choices=SHAPES)
-    parser.add_argument(
-        "--variants",
-        nargs="*",
-        default=VARIANTS,
-        help="residual[:blocks[:rank]]; blocks may be `full`",
-    )
-    parser.add_argument(
-        "--precision", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU"
-    )
+    parser = common.options(__doc__, model=True)
+    parser.set_defaults(variants=VARIANTS)
     parser.add_argument(
         "--context", type=int, default=512, help="tokens of the window at whose end is measured"
     )
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    options.precision = options.precision or ("bfloat16" if options.device == "cuda" else "float32")
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    common.settle(options)
     found = measure(options)
     print(
-        f"{found['device']}, context {options.context}, batch {options.batch}, {options.rounds} rounds"
+        f"{found['device']}, context {options.context}, batch {options.batch}, "
+        f"{options.rounds} rounds"
+    )
+    line = (
+        "{model:14}{tokens_per_second:9.1f} tokens/s, {faster:6.1f} x the whole pass; depth reads "
+        "{depth_share:6.1%} of a step, in two phases {two_phase_over_single:.2f} x that"
     )
     for row in found["rows"]:
-        print(
-            "{model:14}{tokens_per_second:9.1f} tokens/s, {faster:6.1f} x the whole pass; depth reads {depth_share:6.1%} of a "
-            "step, in two phases {two_phase_over_single:.2f} x that".format(**row)
-        )
+        print(line.format(**row))
     common.write_json(options.json, found)
 
 

@@ -1,5 +1,4 @@
-"""Everything about the kernels that only a GPU can say, in one command: are they right, and how
-fast are they.
+"""Everything about the kernels that only a GPU can tell: are they right, and how fast are they.
 
     python bench/gpu_check.py --json gpu.json          (make gpu-check)
 
@@ -12,7 +11,6 @@ allows. Prints tables, writes one JSON file.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import subprocess
@@ -66,9 +64,7 @@ REHEARSAL = (
 
 
 def worst(found: list[Tensor], truths: list[Tensor]) -> float:
-    """The largest error relative to the norm; where the truth is nothing but rounding, there is
-    none.
-    """
+    """The largest error relative to the norm; a truth that is nothing but rounding has none."""
     pairs = [
         (x.double(), truth) for x, truth in zip(found, truths, strict=True) if truth.norm() > 1e-6
     ]
@@ -120,9 +116,7 @@ def path_error(name: str, blocks: int | None, dtype: torch.dtype) -> float:
 
 
 def correctness(budget: float) -> list[dict[str, Any]]:
-    """One record a case, until the time is up; each kernel is compiled anew, which is what takes
-    the time.
-    """
+    """One record a case, until the time is up; most of it goes to compiling the kernels."""
     start = time.monotonic()
     records: list[dict[str, Any]] = []
     cases: list[tuple[str, torch.dtype, Any]] = []
@@ -156,18 +150,16 @@ def script(name: str, *arguments: str) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.options(__doc__, device=False)
     parser.add_argument(
         "--budget", type=float, default=220, help="seconds; compiling may take some more"
     )
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, interpreted")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if not torch.cuda.is_available() and not (options.rehearse and INTERPRETED):
         sys.exit(
-            "gpu_check.py: torch sees no CUDA GPU here; on a CPU, `python -m pytest tests/kernels` interprets the kernels"
+            "gpu_check.py: torch sees no CUDA GPU here; on a CPU, `python -m pytest tests/kernels` "
+            "interprets the kernels"
         )
     checked = correctness(0.25 * options.budget)
     record: dict[str, Any] = common.machine(DEVICE) | {"correctness": checked}

@@ -1,5 +1,6 @@
-"""Registers, spills and instructions of every kernel a model would launch, compiled here for a GPU
-that need not be here.
+"""Registers, spills and instructions of every kernel a model would launch.
+
+They are compiled here, for a GPU that need not be here.
 
     python bench/kernel_report.py --blocks 8 --rank 32 --capability 90 --json report.json
 
@@ -10,9 +11,7 @@ token.
 
 from __future__ import annotations
 
-import argparse
-import json
-from pathlib import Path
+import common
 
 from lrattnres.kernels.machine_code import inspect, launches
 from lrattnres.residual.fused.schedule import (
@@ -53,9 +52,7 @@ def report(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.options(__doc__, device=False)
     parser.add_argument("--sublayers", type=int, default=48)
     parser.add_argument(
         "--blocks", type=int, default=None, help="default: every sub-layer a source"
@@ -64,7 +61,6 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--separate", action="store_true", help="keys in tensors of their own")
     parser.add_argument("--capability", type=int, default=90, choices=(80, 90, 100))
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     plan = DepthPlan(options.sublayers, options.blocks)
     operators = sorted(set(steps(plan, cheapest(plan, options.rank / options.dim))))
@@ -73,8 +69,7 @@ def main() -> None:
         for step in operators
         for r in report(step, options.dim, options.rank, options.separate, options.capability)
     ]
-    if options.json:
-        options.json.write_text(json.dumps(records, indent=1))
+    common.write_json(options.json, records)
 
 
 if __name__ == "__main__":

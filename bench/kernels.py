@@ -1,12 +1,11 @@
-"""The operators of depth attention one by one: time, bytes a second by the plan's own count, and
-their share of a copy.
+"""The operators of depth attention one by one: time, bytes a second, and their share of a copy.
 
     python bench/kernels.py --blocks 8 --rank 32 --tokens 16384 --json kernels.json
 
 On a GPU (or interpreted, where only whether it runs is of interest): the forward and backward
 operator of every kind of site, and one plain read against plain torch, eager and compiled, and
 against what `rivals.py` knows and finds installed. On a CPU only the latter, without Triton. All
-rates count the bytes that our own operator must move.
+rates count the bytes that our own operator must move, by the plan.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import common
@@ -71,9 +69,7 @@ def operator(step: Step, options: argparse.Namespace, rate: float) -> dict[str, 
 
 
 def plain_read(name: str, rank: int, options: argparse.Namespace, rate: float) -> dict[str, Any]:
-    """Forward and backward of one read of nine sources and its norm, as somebody's own model would
-    do it.
-    """
+    """Forward and backward of one read of nine sources and its norm, for somebody's own model."""
     rival = rivals.RIVALS.get(name)
     device, dim, rank = (
         torch.device(options.device),
@@ -107,10 +103,7 @@ def plain_read(name: str, rank: int, options: argparse.Namespace, rate: float) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = common.options(__doc__)
     parser.add_argument("--sublayers", type=int, default=48)
     parser.add_argument(
         "--blocks", type=int, default=None, help="default: every sub-layer a source"
@@ -125,7 +118,6 @@ def main() -> None:
         default=3600,
         help="seconds after which no further operator is tried",
     )
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     device, start = torch.device(options.device), time.monotonic()
     rate = common.copy_rate(device)
@@ -136,8 +128,7 @@ def main() -> None:
         "plain_read": [],
         "operators": [],
     }
-    # Ours with the rank that was asked for, and with keys of full width, which are all that some
-    # others know.
+    # Ours with the rank that was asked for, and with keys of full width: some know no others.
     contestants = [
         (name, options.rank) for name in (("triton",) if able else ()) + ("compiled", "reference")
     ]
@@ -148,8 +139,8 @@ def main() -> None:
     ]
     for name, rank in contestants:
         found["plain_read"].append(plain_read(name, rank, options, rate))
-        shown = "read of 9: {kernels:13} r = {rank:<5}{us:12.1f} us {gb_s:8.0f} GB/s {of_copy:6.0%} of a copy"
-        print(shown.format(**found["plain_read"][-1]), flush=True)
+        shown = "read of 9: {kernels:13} r = {rank:<5}{us:12.1f} us {gb_s:8.0f} GB/s {of_copy:6.0%}"
+        print(shown.format(**found["plain_read"][-1]), "of a copy", flush=True)
     plan = DepthPlan(options.sublayers, options.blocks)
     for step in (
         sorted(set(steps(plan, cheapest(plan, options.rank / options.dim)))) if able else []
@@ -159,7 +150,10 @@ def main() -> None:
             break
         record = operator(step, options, rate)
         found["operators"].append(record)
-        shown = "{owned:3} sources {parts:2} parts {later:2} later: forward {forward_us:8.1f} us {forward_of_copy:5.0%}, "
+        shown = (
+            "{owned:3} sources {parts:2} parts {later:2} later: "
+            "forward {forward_us:8.1f} us {forward_of_copy:5.0%}, "
+        )
         print(
             (shown + "backward {backward_us:8.1f} us {backward_of_copy:5.0%} of a copy").format(
                 **record

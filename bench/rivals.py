@@ -1,8 +1,8 @@
-"""Reads over depth by other packages, called so that they compute what ours does: a read of value
-keys, then its RMSNorm.
+"""Reads over depth by other packages, called so that they compute what ours does.
 
-They are no dependencies: what is not installed is not compared. Each signature is checked before it
-is called, so that a version with another one is left out with a word, not with a wrong figure.
+That is a read of value keys, then its RMSNorm. They are no dependencies: what is not installed is
+not compared. Each signature is checked before it is called, so that a version with another one is
+left out with a word, not with a wrong figure.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ Read = Callable[[Tensor, Sequence[Tensor]], Tensor]
 
 
 class Rival(NamedTuple):
-    """package, module, function: where it is. call(function, query, values): the call. query: the
-    type it asks of a query.
+    """One package.
 
-    sliced: whether a key may be the tail of a value; else it is the whole.
+    Attributes:
+        package, module, function: where the read is.
+        call: (function, query, values) to the read, normalised.
+        query: dtype that it asks of a query.
+        sliced: whether a key may be the tail of a value; else it is the whole.
     """
 
     package: str
@@ -40,8 +43,11 @@ class Rival(NamedTuple):
         return rank if self.sliced else dim
 
     def load(self) -> Read:
-        """Its read. Raises ImportError without the package, TypeError where its function takes
-        other arguments.
+        """Its read.
+
+        Raises:
+            ImportError: the package is not installed.
+            TypeError: its function takes other arguments.
         """
         function = getattr(importlib.import_module(self.module), self.function)
         query, value = (
@@ -90,8 +96,7 @@ RIVALS = {
 
 
 def installed(device: torch.device) -> list[str]:
-    """The packages to compare with on a GPU; one that cannot be called is named, with the reason.
-    """
+    """The packages to compare with on a GPU; one that cannot be called is named, with why."""
     found = []
     for name, rival in RIVALS.items() if device.type == "cuda" else ():
         if importlib.util.find_spec(rival.module.split(".")[0]) is None:

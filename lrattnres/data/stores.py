@@ -49,8 +49,7 @@ class Later(Exception):
 
 
 class StoppedError(DataError):
-    """Nobody waits for the answer any more. Not an UnreadableError: nothing is passed over for it.
-    """
+    """Nobody waits for the answer any more. Not an UnreadableError: nothing is passed over for it."""
 
 
 class Store:

@@ -51,8 +51,7 @@ class Picture:
 
 
 def loss_against_cost(group: Group) -> Picture:
-    """Figure 1: the paper's held-out losses and ours over the compute that the residual path adds.
-    """
+    """Figure 1: the paper's held-out losses and ours over the compute that the residual path adds."""
     rows: list[tuple[Any, ...]] = [
         (
             "paper",
@@ -329,8 +328,7 @@ def _panels(
 
 
 def _scatter(panel: Any, rows: Sequence[tuple[Any, ...]], colors: Mapping[str, Any]) -> None:
-    """(row, residual, blocks, rank, percent, loss, spread) as points with the names of their rows.
-    """
+    """(row, residual, blocks, rank, percent, loss, spread) as points with the names of their rows."""
     order = list(colors)
     for _, residual, blocks, _, percent, loss, spread in sorted(
         rows, key=lambda row: (order.index(row[1]), row[2] or 99)

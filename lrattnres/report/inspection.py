@@ -81,8 +81,7 @@ def _text(config: InspectConfig, source: TextIO) -> str:
 
 
 def _checked(config: InspectConfig, run: Loaded, tokens: int) -> list[int]:
-    """The sites of the picture over tokens, checked with all else that the run or the text decides.
-    """
+    """The sites of the picture over tokens, checked with all else that the run or the text decides."""
     model, path, last = run.model.config, run.model.router, 2 * run.model.config.layers + 1
     if not (path.attends or path.linear):
         raise ConfigError(

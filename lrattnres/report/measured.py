@@ -137,8 +137,7 @@ def _machine(run: Run) -> str:
 
 
 def _memory(run: Run) -> float | None:
-    """Bytes; None for a path or settings of a model that this version of the program does not know.
-    """
+    """Bytes; None for a path or settings of a model that this version of the program does not know."""
     if model_of(run) is None:
         return None
     ranks = [

@@ -224,8 +224,7 @@ def _refusal(path: Path) -> str:
 
 
 def _optional(path: Path, names: tuple[str, ...], errors: list[str]) -> dict[str, Any]:
-    """The first of the files that is there; {} if none is, or if it is damaged, which is an error.
-    """
+    """The first of the files that is there; {} if none is, or if it is damaged, which is an error."""
     file = next((path / name for name in names if (path / name).is_file()), None)
     if file is None:
         return {}
@@ -242,8 +241,7 @@ def _optional(path: Path, names: tuple[str, ...], errors: list[str]) -> dict[str
 def _diagnostics(
     path: Path, settings: Mapping[str, Any], records: list[dict[str, Any]], errors: list[str]
 ) -> dict[str, Any] | None:
-    """The newest of evaluation/, else the newest of training, which has no mean α. `of` says which.
-    """
+    """The newest of evaluation/, else the newest of training, which has no mean α. `of` says which."""
     sites = 2 * settings["model.layers"] + 1
     files = sorted(
         path.glob("evaluation/step_*.diagnostics.json"),

@@ -82,8 +82,7 @@ OURS = (
 
 
 def other_runs(group: Group) -> Table | None:
-    """What is none of the 20 rows, with our columns and parameters; None if there is no such run.
-    """
+    """What is none of the 20 rows, with our columns and parameters; None if there is no such run."""
     entries = [entry for entry in group.entries if not entry.row]
     rows = [
         (
@@ -181,8 +180,7 @@ def added_percent(run: Run) -> float | None:
 
 
 def differences(entry: Entry, group: Group) -> list[float]:
-    """Loss minus that of the baseline with the same seed, for every seed that both have, in nats.
-    """
+    """Loss minus that of the baseline with the same seed, for every seed that both have, in nats."""
     base = group.plain.losses if group.plain else {}
     return [loss - base[seed] for seed, loss in entry.losses.items() if seed in base]
 

@@ -97,8 +97,7 @@ class Ablated(AttentionResiduals):
         return state
 
     def scaled(self, source: Source, site: int) -> Source:
-        """The newest source of a site as it is read. An emitted key is not scaled with its value.
-        """
+        """The newest source of a site as it is read. An emitted key is not scaled with its value."""
         sources = self.plan.sources(site)
         factor, value = self.block_scale(len(sources[-1])), source.value
         scales = self.ablations.source_scales
@@ -145,8 +144,7 @@ class Ablated(AttentionResiduals):
         return query if self.logit_scale == 1 else self.logit_scale * query
 
     def used(self, state: State, site: int, mixture: Tensor) -> Tensor:
-        """With a gate γ and the plain stream s: s + γ(m − s), or s + γm where the mixture is added.
-        """
+        """With a gate γ and the plain stream s: s + γ(m − s), or s + γm where the mixture is added."""
         if self.gates is None or site == 0:
             return super().used(state, site, mixture)
         assert state.stream is not None

@@ -90,8 +90,7 @@ class AttentionResiduals(ResidualPath):
         return self.received(state, site + 1, self.written(value, emitted))
 
     def written(self, value: Tensor, emitted: Tensor) -> Source:
-        """An output as a source. Emitted keys are normalised before they are summed over a block.
-        """
+        """An output as a source. Emitted keys are normalised before they are summed over a block."""
         return Source(value, rms_norm(emitted) if self.emit_dim else None)
 
     def received(self, state: State, site: int, newest: Source) -> State:

@@ -211,8 +211,7 @@ class ResidualPath(nn.Module):
         return self
 
     def decodes(self, *, together: bool) -> None:
-        """Prepares for decoding a token at a time; `together`: reads that can be done at once are.
-        """
+        """Prepares for decoding a token at a time; `together`: reads that can be done at once are."""
 
     @classmethod
     def options_of(cls, config: ModelConfig) -> Any:
