@@ -1,4 +1,4 @@
-# `make` targets share one environment, .venv, which is renewed when pyproject.toml or setup.py changes.
+# `make` targets share one environment, .venv, which is renewed when pyproject.toml changes.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -43,7 +43,7 @@ docs: $(READY) ## write docs/config.md anew from the schema
 
 setup: $(READY) ## only make the environment
 
-$(READY): pyproject.toml setup.py
+$(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "$(PYTHON) is older than 3.11; write make PYTHON=python3.11 (or newer)"; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || \

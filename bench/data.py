@@ -39,8 +39,8 @@ from lrattnres.data.packing import split_windows
 from lrattnres.data.streams import TrainStreams
 from lrattnres.data.tokenizers import Tokenizer, build_tokenizer
 from lrattnres.data.tokenizing import tokenize_corpus
-from lrattnres.evaluation.loss import window_losses
 from lrattnres.model.attention import choose_attention
+from lrattnres.model.loss import window_losses
 from lrattnres.model.transformer import build_model
 
 CONTEXT, STREAMS, STEPS = 512, 16, 60

@@ -25,10 +25,8 @@ from torch import Tensor
 from lrattnres.config import ModelConfig
 from lrattnres.kernels.backends import choose_kernels
 from lrattnres.model.attention import choose_attention
-from lrattnres.model.decoder import Decoder, blockwise
+from lrattnres.model.decoder import Decoder
 from lrattnres.model.transformer import Transformer, build_model
-from lrattnres.residual.fused.schedule import steps
-from lrattnres.residual.router import DepthRouter
 
 VARIANTS = [
     "baseline",
@@ -54,8 +52,9 @@ def build(name: str, options: argparse.Namespace) -> Transformer:
     model = build_model(
         config, seed=0, device=device, attention=attention, dtype=dtype, kernels=kernels
     )
-    if model.router.queries is not None:
-        torch.nn.init.normal_(model.router.queries, std=0.02)
+    for name, parameter in model.router.named_parameters():
+        if name == "queries":
+            torch.nn.init.normal_(parameter, std=0.02)
     return model.requires_grad_(False)
 
 
@@ -74,14 +73,13 @@ class Subject:
         self.value = torch.randn(
             options.batch, 1, self.model.config.dim, device=self.device, dtype=self.model.dtype
         )
-        router = self.decoder.one.router
+        path = self.decoder.one.router
         self.output = torch.randn(
             *self.value.shape[:-1],
-            router.dim + router.emit_dim,
+            path.dim + path.emit_dim,
             device=self.device,
             dtype=self.model.dtype,
         )
-        self.usual, self.blocks = router.steps, steps(router.plan, blockwise(router.plan))
 
     def step(self) -> Tensor:
         """The last token of the window; the cache is then as it was."""
@@ -95,19 +93,20 @@ class Subject:
         return self.model(self.window, self.model.mask(None, *self.window.shape))[:, -1]
 
     def reads(self) -> Tensor:
-        """What the router does in a step."""
-        router: DepthRouter = self.decoder.one.router
-        depth = router.begin(self.value)
-        for site in range(router.plan.sublayers):
-            depth = router.write(depth, site, self.output)
-        return router.read(depth, router.plan.sublayers)
+        """What the residual path does in a step."""
+        path, last = self.decoder.one.router, len(self.model.sublayers)
+        state = path.begin(self.value)
+        for site in range(last):
+            path.read(state, site)
+            state = path.write(state, site, self.output)
+        return path.read(state, last).x
 
     def reads_two_phase(self) -> Tensor:
         """The same, with the closed sources read once for all sites of a block."""
-        router = self.decoder.one.router
-        router.steps = self.blocks
+        path = self.decoder.one.router
+        path.decodes(together=True)
         found = self.reads()
-        router.steps = self.usual
+        path.decodes(together=False)
         return found
 
 

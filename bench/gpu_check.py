@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from lrattnres import depth_attention
+from lrattnres.config import ModelConfig
 from lrattnres.kernels.backends import KERNELS
 from lrattnres.kernels.launch import INTERPRETED
-from lrattnres.residual.plan import DepthPlan
-from lrattnres.residual.router import VARIANTS, DepthRouter
+from lrattnres.residual.base import path_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -89,13 +89,12 @@ def plain_error(sources: int, dim: int, rank: int, separate: bool, dtype: torch.
     return worst(*results)
 
 
-def router_error(name: str, blocks: int | None, dtype: torch.dtype) -> float:
+def path_error(name: str, blocks: int | None, dtype: torch.dtype) -> float:
     """Of all reads of twelve sub-layers and all gradients, over 256 tokens of width 256."""
-    arguments = DepthPlan(12, blocks), VARIANTS[name], 256, 32
-    router, truth = (
-        DepthRouter(*arguments, KERNELS["triton"]).to(DEVICE),
-        DepthRouter(*arguments).double().to(DEVICE),
-    )
+    sizes = {"layers": 6, "dim": 256, "heads": 4, "mlp_width": 512, "context": 64, "vocabulary": 64}
+    config = ModelConfig(name, 32, blocks, **sizes)  # type: ignore[arg-type]
+    router = path_of(config).build(config, KERNELS["triton"]).to(DEVICE)
+    truth = path_of(config).build(config, KERNELS["reference"]).double().to(DEVICE)
     for parameter in router.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     truth.load_state_dict(router.state_dict())
@@ -106,11 +105,11 @@ def router_error(name: str, blocks: int | None, dtype: torch.dtype) -> float:
     probes, results = torch.randn(13, 256, 256, device=DEVICE), []
     for model, kind in ((router, dtype), (truth, torch.float64)):
         leaves = [output.to(kind).requires_grad_() for output in outputs]
-        depth = model.begin(leaves[0])
-        reads = [model.read(depth, 0)]
+        state = model.begin(leaves[0])
+        reads = [model.read(state, 0).x]
         for site, output in enumerate(leaves[1:]):
-            depth = model.write(depth, site, output)
-            reads.append(model.read(depth, site + 1))
+            state = model.write(state, site, output)
+            reads.append(model.read(state, site + 1).x)
         loss = sum((read.double() * probe).sum() for read, probe in zip(reads, probes, strict=True))
         results.append([*reads, *torch.autograd.grad(loss, [*leaves, *model.parameters()])])
     return worst(*results)
@@ -124,9 +123,7 @@ def correctness(budget: float) -> list[dict[str, Any]]:
     for (name, blocks), dtype in itertools.product(
         (("s_lr", 4), ("p_lr", None), ("attn_res", 3), ("delta", 4)), TOLERANCE
     ):
-        cases.append(
-            (f"router {name}, N={blocks}", dtype, partial(router_error, name, blocks, dtype))
-        )
+        cases.append((f"path {name}, N={blocks}", dtype, partial(path_error, name, blocks, dtype)))
     for (n, dim, rank), separate, dtype in itertools.product(SHAPES, (False, True), TOLERANCE):
         error = partial(plain_error, n, dim, rank, separate, dtype)
         cases.append((f"{n} sources, d={dim}, r={rank}{', own keys' * separate}", dtype, error))

@@ -25,6 +25,7 @@ from lrattnres.config import ModelConfig
 from lrattnres.kernels.backends import choose_kernels
 from lrattnres.model.attention import choose_attention
 from lrattnres.model.transformer import Transformer, build_model
+from lrattnres.residual.base import path_of
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"layers": 3, "dim": 32, "heads": 2, "mlp_width": 48, "context": 8, "vocabulary": 64},
@@ -68,6 +69,7 @@ def build(name: str, options: argparse.Namespace) -> Transformer:
     config = ModelConfig(
         residual, int(rank) if rank else None, None if blocks == "full" else int(blocks), **shape
     )
+    config = path_of(config).settled(config)[0]
     device, dtype = torch.device(options.device), getattr(torch, options.precision)
     attention = choose_attention("auto", device, dtype, training=True)
     kernels = choose_kernels(options.kernels, device, dtype, compiled=options.compile != "off")
@@ -79,8 +81,9 @@ def build(name: str, options: argparse.Namespace) -> Transformer:
     if options.compile == "regions":
         for sublayer in model.sublayers:
             sublayer.compile()
-        if model.router.variant.keys is None:
+        if not model.router.attends:  # a few additions and a norm, which are not to look slow
             model.router.write = torch.compile(model.router.write)  # type: ignore[method-assign]
+            model.router.read = torch.compile(model.router.read)  # type: ignore[method-assign]
     return model
 
 
@@ -128,7 +131,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     rows = [
         {
             "model": name,
-            "kernels": models[name].router.kernels.name,
+            "kernels": models[name].kernels.name,
             "median_ms": 1e3 * statistics.median(found),
             "min_ms": 1e3 * min(found),
             "ratio": statistics.median(

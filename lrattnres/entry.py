@@ -22,14 +22,14 @@ from lrattnres.config import ConfigError, TrainConfig, defaults, fields_of, flat
 from lrattnres.config.checks import checked
 from lrattnres.config.schema import alternatives
 from lrattnres.data.errors import DataError, UnreadableError
-from lrattnres.distributed.ranks import Elsewhere, causes, network_failed, placement
+from lrattnres.distributed.ranks import RankError, causes, network_failed, placement
 from lrattnres.exchange.folder import FolderError, read_exported
-from lrattnres.residual.router import VARIANTS
+from lrattnres.residual.base import path_of
 from lrattnres.runs.checkpoint import CheckpointError
 from lrattnres.runs.folder import RunError
 from lrattnres.runs.metrics import MetricsError
 from lrattnres.runs.sweep import write_status
-from lrattnres.training.signals import STOPPED
+from lrattnres.training.signals import STOPPED, Stopped, StopRequest
 from lrattnres.training.trainer import TrainingError
 
 T = TypeVar("T")
@@ -233,43 +233,79 @@ def leave(run: Callable[[], bool]) -> None:
     """Runs to the end and exits.
 
     0 finished, 2 refused before anything was done, 3 broken off (it diverged, a rank was lost, or the disk is full), 74
-    data became unreadable (saved), 75 stopped by a signal (saved). Anything else is a fault of ours, with its traceback,
-    and 1.
+    data became unreadable (saved), 75 stopped by a signal (saved, if there was anything to save). Anything else is an
+    error of ours, with its traceback, and 1.
+
+    Args:
+        run: Returns False if a signal stopped it.
     """
-    code, _ = attempt(run)
-    _end(code)
+    _end(*attempt(run))
 
 
 def take_part(folder: Path, run: Callable[[], bool]) -> None:
     """A run of a sweep: its state goes to `folder` and the sweep's table (see runs/sweep.py).
 
-    Raises MemberFailed if it failed, after which the sweep goes on and ends as failed; a signal ends the whole sweep.
+    A signal ends the whole sweep.
+
+    Args:
+        folder: Of the run.
+        run: Returns False if a signal stopped it.
+
+    Raises:
+        MemberFailed: The run failed; the sweep goes on, and ends as failed.
     """
     first = placement()[0] == 0
-    if first:
-        write_status(folder, "running")
-    code, fault = attempt(run)
-    if first:
-        state = {FINISHED: "finished", STOPPED: "stopped", REFUSED: "refused"}.get(code, "failed")
-        write_status(folder, state, fault)
+
+    def begin_and_run() -> bool:
+        if first:
+            write_status(folder, "running")
+        return run()
+
+    with StopRequest() as late:  # what comes while a state is written waits until it is
+        code, error = attempt(begin_and_run)
+        if first:
+            state = {FINISHED: "finished", STOPPED: "stopped", REFUSED: "refused"}.get(
+                code, "failed"
+            )
+            try:
+                write_status(folder, state, error if isinstance(error, Exception) else None)
+            except RunError as refusal:  # told by the run itself, if it came that far
+                print(f"{state}, which cannot be noted: {refusal}", file=sys.stderr)
     alone = (
         code == FAULT and distributed.is_initialized()
     )  # perhaps of this rank only: the others are in the run still
-    if code == STOPPED or alone or network_failed(fault):
-        _end(code)
+    if code == STOPPED or alone or network_failed(error):
+        _end(code, error)
+    if late.received:
+        print(
+            f"{late.received.name}: the sweep stops here; the same command continues",
+            file=sys.stderr,
+        )
+        _end(STOPPED, None)
     if code != FINISHED:
         raise MemberFailed(
             f"{folder}: exit code {code}; see failure.txt there, and sweep.csv beside it"
         ) from None
 
 
-def attempt(run: Callable[[], bool]) -> tuple[int, Exception | None]:
-    """The exit code of a run, and what it raised; that is printed here."""
+def attempt(run: Callable[[], bool]) -> tuple[int, BaseException | None]:
+    """Runs to the end, and prints what went wrong.
+
+    Args:
+        run: Returns False if a signal stopped it.
+
+    Returns:
+        The exit code, and what was raised.
+    """
     try:
-        return (FINISHED if run() else STOPPED), None
-    except UnreadableError as failure:
-        print(f"unreadable: {failure}", file=sys.stderr)
-        return UNREADABLE, failure
+        with StopRequest(at_once=True):
+            return (FINISHED if run() else STOPPED), None
+    except Stopped as stop:
+        print(f"{stop}: stopped outside of training; the same command continues", file=sys.stderr)
+        return STOPPED, stop
+    except UnreadableError as error:
+        print(f"unreadable: {error}", file=sys.stderr)
+        return UNREADABLE, error
     except (
         ConfigError,
         DataError,
@@ -277,35 +313,35 @@ def attempt(run: Callable[[], bool]) -> tuple[int, Exception | None]:
         CheckpointError,
         FolderError,
         MetricsError,
-    ) as refusal:
+    ) as error:
         heading = (
             "the configuration is not possible:\n"
-            if isinstance(refusal, ConfigError)
+            if isinstance(error, ConfigError)
             else "refused: "
         )
-        print(f"{heading}{refusal}", file=sys.stderr)
-        return (BROKEN_OFF if network_failed(refusal) else REFUSED), refusal
-    except TrainingError as failure:
-        print(f"broken off: {failure}", file=sys.stderr)
-        return BROKEN_OFF, failure
-    except Elsewhere as fault:
-        return BROKEN_OFF, fault
-    except Exception as fault:
-        if network_failed(fault):
-            first_line = str(fault).partition("\n")[0]
+        print(f"{heading}{error}", file=sys.stderr)
+        return (BROKEN_OFF if network_failed(error) else REFUSED), error
+    except TrainingError as error:
+        print(f"broken off: {error}", file=sys.stderr)
+        return BROKEN_OFF, error
+    except RankError as error:  # the other rank has told it
+        return BROKEN_OFF, error
+    except Exception as error:
+        if network_failed(error):
+            first_line = str(error).partition("\n")[0]
             print(
                 f"broken off: a rank is gone, or too slow; the same command goes on ({first_line})",
                 file=sys.stderr,
             )
-            return BROKEN_OFF, fault
+            return BROKEN_OFF, error
         traceback.print_exc()
-        return FAULT, fault
+        return FAULT, error
 
 
-def _end(code: int) -> None:
+def _end(code: int, error: BaseException | None) -> None:
     if distributed.is_initialized():
-        if code not in (FINISHED, STOPPED):
-            # A usual exit would wait for ranks that may be gone.
+        if error is not None:
+            # A usual exit would wait for ranks that may be gone, or in the middle of something.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
@@ -355,13 +391,10 @@ def run_name(experiment: str, config: TrainConfig, overrides: Iterable[str]) -> 
     Choices on which no result depends do not count, so that they can change when a run is continued.
     """
     model = config.model
-    blocks = f"N{model.blocks}" if model.blocks else "full"
-    parts = [experiment, model.residual]
-    parts += [model.routing.name] if model.routing else []
-    parts += [blocks] if VARIANTS[model.residual].keys else []
-    parts += [f"r{model.rank}"] if model.rank else []
+    parts = [experiment, model.residual, *path_of(model).label(model)]
     ignored = {
         "experiment",
+        "path",
         "table1",
         "logger",
         "cluster",

@@ -14,9 +14,9 @@ from lrattnres.data.errors import DataError
 from lrattnres.data.tokenizing import tokenize_corpus
 from lrattnres.runs.checkpoint import Checkpoints
 from lrattnres.runs.metrics import MetricsFile
+from tests.config.test_config import composed
 from tests.data.serving import serving, write_rows
 from tests.test_cli import assert_equal_runs, run, start, wait_for_step
-from tests.config.test_config import composed
 
 STEPS = 24
 WORDS = [

@@ -59,7 +59,12 @@ def test_every_command_about_training_is_possible(name: str, line: str, monkeypa
         word for word in shlex.split(line, comments=True) if word not in ("-m", "--cfg", "job")
     ]
     own = [word for word in words if word.partition("=")[0] in keys]
-    words = [word.replace("glob(*)", "01_baseline") for word in words if word not in own]
+    first = {"table1": "01_baseline", "path": "baseline"}  # of a sweep over a whole group
+    words = [
+        word.replace("glob(*)", first.get(word.partition("=")[0].lstrip("+"), ""))
+        for word in words
+        if word not in own
+    ]
     if own:
         settings(BESIDE_TRAINING[name], own)
     if name in ("estimate", "submission"):

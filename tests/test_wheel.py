@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -18,7 +19,7 @@ from lrattnres.commands import COMMANDS
 from tests.paths import CONFIGS, ROOT
 from tests.test_cli import ENVIRONMENT
 
-PARTS = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "lrattnres", "configs")
+PARTS = ("pyproject.toml", "README.md", "LICENSE", "lrattnres", "configs")
 OUTSIDE = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"}
 SMALL = (
     *("model.layers=2", "model.dim=16", "model.heads=2", "model.mlp_width=24", "model.context=32"),
@@ -170,3 +171,13 @@ def test_jobs_of_a_cluster_are_printed(installed: Path, tmp_path: Path) -> None:
     shown = call(installed / "lrattnres", *words, cwd=tmp_path)
     assert "3: lrattnres train model.residual=s_lr seed=1 cluster=slurm" in shown
     assert "#SBATCH --array=0-3%4" in shown and "4 jobs, none of them submitted" in shown
+
+
+def test_every_package_is_listed() -> None:
+    """pyproject.toml lists the packages, since configs/ lies outside of lrattnres/."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    here = {
+        ".".join(file.parent.relative_to(ROOT).parts)
+        for file in (ROOT / "lrattnres").rglob("__init__.py")
+    }
+    assert set(project["tool"]["setuptools"]["packages"]) == here | {"lrattnres.configs"}

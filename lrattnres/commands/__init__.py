@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import signal
 import sys
 from pathlib import Path
+from types import FrameType
 
 COMMANDS = (
     *("train", "eval", "generate", "inspect"),  # train, and use what was trained
@@ -43,7 +45,20 @@ def main(name: str | None = None) -> None:
             sys.exit(2)
         name = words[0]
         sys.argv = [f"lrattnres {name}", *words[1:]]
+    if name == "train":  # before its imports, which take seconds
+        for early in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(early, stop_early)
     importlib.import_module(f"{__name__}.{name}").main()
+
+
+def stop_early(number: int, frame: FrameType | None) -> None:
+    """What a signal does where nothing has begun yet: a stop like any other.
+
+    It leaves with STOPPED of training/signals.py, which cannot be imported so early.
+    """
+    name = signal.Signals(number).name
+    os.write(2, f"{name}: stopped before anything was done; the same command starts it\n".encode())
+    os._exit(75)  # an exception might get lost inside an import
 
 
 def listing() -> str:

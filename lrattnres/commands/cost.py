@@ -1,9 +1,9 @@
-"""Count what depth routing costs, before anything is trained.
+"""Count what a residual path costs, before anything is trained.
 
     lrattnres cost [grid=table1] [settings of training]
 
-Counted from the plan (lrattnres/residual/cost.py): multiply-adds and the source cache a token,
-parameters of the whole model. Percentages are of the plain transformer without embedding and head,
+Counted by the path itself (lrattnres/residual/cost.py): multiply-adds, carried values a token and
+parameters of the model. Percentages are of the plain transformer without embedding and head,
 as in the paper.
 """
 
@@ -16,12 +16,12 @@ from lrattnres.commands.composing import TABLE1, composed
 from lrattnres.commands.running import command, table
 from lrattnres.config import ConfigError, TrainConfig, option
 from lrattnres.config.checks import DTYPES
+from lrattnres.residual.base import path_of
 from lrattnres.residual.cost import Cost, cost
-from lrattnres.residual.router import VARIANTS
 
 HEADS = (
     *("row", "residual", "N", "r", "added FLOPs", "reads", "projections"),
-    *("parameters", "added", "source cache"),
+    *("parameters", "added", "carried"),
 )
 DECIDED = ("model.residual=", "model.rank=", "model.blocks=")
 
@@ -39,27 +39,26 @@ class CostConfig:
 
 
 def priced(config: TrainConfig) -> tuple[Cost, int]:
-    """The cost, and bytes of source cache a token."""
-    price = cost(config.model, VARIANTS[config.model.residual].keys)
-    return price, price.cache * DTYPES[config.precision].itemsize
+    """The cost, and bytes a token that the residual path carries."""
+    price = cost(config.model)
+    return price, price.added.carried * DTYPES[config.precision].itemsize
 
 
 def description(config: TrainConfig) -> str:
     """One configuration, a line a figure."""
     model, (price, cached) = config.model, priced(config)
-    blocks = f", {model.blocks} blocks" if model.blocks else ", every sub-layer a source"
-    blocks = blocks if price.cache else ""
-    rank = f", rank {model.rank}" if model.rank else ""
     facts = {
-        "model": f"{model.layers} blocks of width {model.dim}, {model.residual}{blocks}{rank}",
+        "model": f"{model.layers} blocks of width {model.dim}, {path_of(model).description(model)}",
         "core": f"{price.core:,} multiply-adds a token",
         "besides": f"head {price.head:,}, attention {price.attention:,}",
-        "reads": f"{price.routing:,}: scores {price.scores:,}, mixtures {price.mixtures:,}",
-        "projections": f"{price.projection:,}",
+        "mixing": f"{price.added.mixing:,}",
+        "projections": f"{price.added.projections:,}",
         "added": f"{price.added_percent:.4f}% of the core",
         "training": f"{price.training_flops:,} FLOPs a token, all of it",
-        "parameters": f"{price.model_parameters:,}, of them {price.parameters:,} of the routing",
-        "cache": f"{cached:,} bytes of sources a token ({config.precision.name})",
+        "parameters": (
+            f"{price.model_parameters:,}, of them {price.added.parameters:,} of the residual path"
+        ),
+        "carried": f"{cached:,} bytes a token at most ({config.precision.name})",
     }
     return "\n".join(f"{name:<13}{value}" for name, value in facts.items())
 
@@ -70,12 +69,12 @@ def row(name: str, config: TrainConfig) -> tuple[str, ...]:
     return (
         name[:2],
         model.residual,
-        str(model.blocks or "full") if price.cache else "",
+        str(model.blocks or "full") if path_of(model).attends else "",
         str(model.rank or ""),
         f"{price.added_percent:.4f}%",
-        *(f"{100 * part / price.core:.4f}%" for part in (price.routing, price.projection)),
+        *(f"{100 * part / price.core:.4f}%" for part in price.added[1:3]),
         f"{price.model_parameters:,}",
-        f"{price.parameters:,}",
+        f"{price.added.parameters:,}",
         f"{cached:,} B",
     )
 

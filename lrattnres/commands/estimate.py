@@ -3,8 +3,8 @@
     lrattnres estimate gpu=H100 gpus=8 [settings of training]
 
 For every activation-checkpointing mode: what each GPU holds, and how long a step takes at best.
-Memory is counted (lrattnres/training/memory.py). Time is a sum of bounds by arithmetic, memory
-traffic of depth routing and traffic between GPUs, with the share of each peak that is assumed in
+Memory is counted (lrattnres/training/memory.py). Time is a sum of bounds by arithmetic, by memory
+traffic of the residual path and by what GPUs send, with the share of each peak that is assumed in
 EFFICIENCY: a guess to plan with, not a measurement.
 """
 
@@ -20,7 +20,6 @@ from lrattnres.commands.running import command, table
 from lrattnres.config import AC, ConfigError, Device, TrainConfig, option
 from lrattnres.config.checks import DTYPES
 from lrattnres.residual.cost import cost
-from lrattnres.residual.router import VARIANTS
 from lrattnres.training.machine import DATA_SHEETS
 from lrattnres.training.memory import GB, Memory, estimate_memory
 
@@ -62,13 +61,13 @@ class EstimateConfig:
 
 def seconds(config: TrainConfig, gpu: Gpu, gpus: int) -> float:
     """Of one step."""
-    price = cost(config.model, VARIANTS[config.model.residual].keys)
+    price = cost(config.model)
     tokens = config.global_batch * config.model.context / gpus
     again = 1.0 if config.ac is AC.none else 4 / 3  # a second forward pass
     arithmetic = price.training_flops * again * tokens / gpu.flops
     size = DTYPES[config.precision].itemsize
     # Every source is read once a pass.
-    depth = 3 * again * price.routing * size * tokens / gpu.bandwidth
+    depth = 3 * again * price.added.mixing * size * tokens / gpu.bandwidth
     weights = price.model_parameters
     passes = -(-config.global_batch // (gpus * config.micro_batch))
     # Gathered twice, reduced in float32.
@@ -87,7 +86,7 @@ def description(config: TrainConfig, name: str, gpus: int) -> str:
         parts = [f"{getattr(memory, head) / GB:.2f}" for head in (*heads, "total")]
         fits = "yes" if memory.total <= FITS * gpu.memory else "no"
         rows.append([ac.name, *parts, fits, f"{seconds(chosen, gpu, gpus):.3g} s"])
-    price = cost(config.model, VARIANTS[config.model.residual].keys)
+    price = cost(config.model)
     flops = price.training_flops * config.global_batch * config.model.context
     return (
         f"{gpus} x {name} ({gpu.memory / GB:.0f} GB), {flops:.3g} FLOPs a step of "

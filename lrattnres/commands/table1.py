@@ -26,7 +26,6 @@ from lrattnres.commands.running import command
 from lrattnres.config import ConfigError, TrainConfig, option
 from lrattnres.entry import run_name
 from lrattnres.residual.cost import cost
-from lrattnres.residual.router import VARIANTS
 from lrattnres.runs.checkpoint import Checkpoints
 from lrattnres.runs.folder import RunFolder
 from lrattnres.runs.metrics import MetricsFile
@@ -92,7 +91,7 @@ def member(settings: list[str], row: str, *seed: str) -> Member:
     folder = RunFolder(Path(config.runs) / config.name)
     saved = Checkpoints(folder.checkpoints_path).steps() if folder.checkpoints_path.is_dir() else []
     done = config.steps if folder.finished() else min(max(saved, default=0), config.steps - 1)
-    reads = cost(config.model, VARIANTS[config.model.residual].keys).routing
+    reads = cost(config.model).added.mixing
     return Member(row, config, reads, done)
 
 

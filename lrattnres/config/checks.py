@@ -7,18 +7,16 @@ import difflib
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
 
 from lrattnres.config import (
-    BlockScale,
     Compile,
     ConfigError,
     CorpusName,
     DataConfig,
-    DepthConfig,
     Device,
     LoggerName,
     ModelConfig,
@@ -27,7 +25,6 @@ from lrattnres.config import (
     Precision,
     RopeKind,
     RopeScaling,
-    Sources,
     TokenizeConfig,
     TokenizerConfig,
     TokenizerName,
@@ -39,10 +36,9 @@ from lrattnres.data.tokenizers import VOCABULARY
 from lrattnres.distributed.ranks import placement
 from lrattnres.kernels.backends import choose_kernels
 from lrattnres.model.attention import choose_attention
-from lrattnres.model.transformer import beyond_kernels
-from lrattnres.residual.ablations import changed
+from lrattnres.optim.build import unknown
+from lrattnres.residual.base import path_of, paths
 from lrattnres.residual.matching import MATCHES, matched
-from lrattnres.residual.router import VARIANTS
 
 T = TypeVar("T")
 DTYPES = {Precision.float32: torch.float32, Precision.bfloat16: torch.bfloat16}
@@ -70,36 +66,23 @@ def checked(config: T) -> T:
 
 
 def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
-    """The configuration that is run and recorded, and a line for each choice that was set without a use.
+    """The configuration that is run and recorded, and a line for each choice that has no use.
 
-    Where a variant has no use for a rank, for blocks or for a routing, they become null, and where it has none for an
-    ablation, that becomes the default, so that sweeps over variants work. Raises ConfigError with every error.
+    What the residual path has no use for becomes null, or the default, so that sweeps over paths
+    work.
+
+    Raises:
+        ConfigError: as `checked`.
     """
     checked(config)
-    keys = VARIANTS[config.model.residual].keys
-    unused = {
-        "rank": (keys is None or not keys.ranked, None),
-        "blocks": (keys is None, None),
-        "routing": (keys is None, None),
-        "gate": (keys is None, False),
-    }
-    gone: dict[str, Any] = {
-        name: usual
-        for name, (useless, usual) in unused.items()
-        if useless and getattr(config.model, name) is not usual
-    }
-    of_residual = f"has no meaning for model.residual={config.model.residual}: recorded as"
-    notes = [
-        f"model.{name} {of_residual} {'null' if value is None else str(value).lower()}"
-        for name, value in gone.items()
-    ]
-    if keys is None and config.optimizer.routing_lr is not None:
-        notes.append(f"optimizer.routing_lr {of_residual} null")
-        config = dataclasses.replace(
-            config, optimizer=dataclasses.replace(config.optimizer, routing_lr=None)
-        )
-    gone["depth"], ignored = _used_ablations(config.model)
-    notes += ignored
+    path = path_of(config.model)
+    model, notes = path.settled(config.model)
+    learns = any(role.owner == "adam" for role in path.roles(model).values())
+    if config.optimizer.routing_lr is not None and not learns:
+        of_path = f"has no meaning for model.residual={model.residual}: recorded as null"
+        notes.append(f"optimizer.routing_lr {of_path}")
+        optimizer = dataclasses.replace(config.optimizer, routing_lr=None)
+        config = dataclasses.replace(config, optimizer=optimizer)
     if config.compile is Compile.model and placement()[1] > 1:
         # So that the command for one GPU is the command for many.
         notes.append(
@@ -108,7 +91,7 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
         config = dataclasses.replace(config, compile=Compile.regions)
     vocabulary = config.model.vocabulary or VOCABULARY.get(config.tokenizer.name)
     given = dataclasses.replace(config.model, vocabulary=vocabulary)
-    config = dataclasses.replace(config, model=dataclasses.replace(given, **gone))
+    config = dataclasses.replace(config, model=dataclasses.replace(model, vocabulary=vocabulary))
     return _matched(config, given, notes) if config.match else (config, notes)
 
 
@@ -116,17 +99,8 @@ def _matched(
     config: TrainConfig, given: ModelConfig, notes: list[str]
 ) -> tuple[TrainConfig, list[str]]:
     """With one number changed, after which everything is checked once more. `given` has what the other run may need."""
-    assert config.match_to is not None
-    other = dataclasses.replace(given, residual=config.match_to, routing=None)
-    errors = [
-        error
-        for check in (_depth, _ablations)
-        for error in check(dataclasses.replace(config, model=other))
-    ]
-    if errors:
-        raise ConfigError([f"match_to={config.match_to}: {error}" for error in errors])
     try:
-        found, note = matched(config, dataclasses.replace(given, depth=_used_ablations(other)[0]))
+        found, note = matched(config, given)
     except ValueError as error:
         raise ConfigError([str(error)]) from error
     try:
@@ -135,78 +109,35 @@ def _matched(
         raise ConfigError([f"{note}, and then:", *error.errors]) from None
 
 
-def _used_ablations(model: ModelConfig) -> tuple[DepthConfig, list[str]]:
-    """Those with an effect, and a line for each of the others."""
-    published = DepthConfig()
-    if VARIANTS[model.residual].keys is None:
-        ignored, where = list(changed(model.depth)), f"model.residual={model.residual}"
-    elif (
-        model.blocks in (None, 2 * model.layers)
-        and model.depth.block_scale is not published.block_scale
-    ):
-        ignored, where = ["block_scale"], "blocks of one sub-layer"
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of a message: the known word that is nearest, if one is near."""
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _path(config: TrainConfig) -> Iterator[str]:
+    """What the residual path finds impossible."""
+    name, table = config.model.residual, paths()
+    if name in table:
+        yield from path_of(config.model).errors(config.model)
     else:
-        return model.depth, []
-    notes = [
-        f"{changed(model.depth)[name]} has no meaning for {where}: recorded as the default"
-        for name in ignored
-    ]
-    return dataclasses.replace(
-        model.depth, **{name: getattr(published, name) for name in ignored}
-    ), notes
+        yield f"model.residual={name}: must be one of {', '.join(table)}{did_you_mean(name, table)}"
 
 
-def _depth(config: TrainConfig) -> Iterator[str]:
-    model = config.model
-    if model.residual not in VARIANTS:
-        close = difflib.get_close_matches(model.residual, VARIANTS, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        yield f"model.residual={model.residual}: must be one of {', '.join(VARIANTS)}{hint}"
-        return
-    keys = VARIANTS[model.residual].keys
-    if keys is not None and keys.ranked:
-        if model.rank is None:
-            yield f"model.rank=null: {model.residual} needs a key width; write model.rank=… (1 to model.dim={model.dim})"
-        elif not 1 <= model.rank <= model.dim:
-            yield f"model.rank={model.rank}: must be between 1 and model.dim={model.dim}"
-    if keys is not None and model.blocks is not None and not 1 <= model.blocks <= 2 * model.layers:
-        limit = f"1 and 2*model.layers={2 * model.layers}, the number of sub-layers"
-        yield f"model.blocks={model.blocks}: must be between {limit}; null makes every sub-layer a source"
-
-
-def _ablations(config: TrainConfig) -> Iterator[str]:
-    model, depth = config.model, config.model.depth
-    keys = VARIANTS[model.residual].keys if model.residual in VARIANTS else None
-    if keys is None:
-        return
-    rank = model.rank if keys.ranked and model.rank else model.dim
-    if depth.heads >= 1 and (rank % depth.heads or model.dim % depth.heads):
-        both = (
-            [n for n in range(1, rank + 1) if rank % n == model.dim % n == 0] if rank >= 1 else []
-        )
-        divides = (
-            f"model.rank={rank} and model.dim={model.dim}"
-            if keys.ranked
-            else f"model.dim={model.dim}"
-        )
-        near = min(both, key=lambda n: abs(n - depth.heads), default=1)
-        yield f"model.depth.heads={depth.heads}: must divide {divides}; write model.depth.heads={near}"
-    if depth.sources is Sources.states and depth.block_scale is not BlockScale.sum:
-        yield (
-            f"model.depth.block_scale={depth.block_scale.name}: model.depth.sources=states are no sums of blocks; "
-            "write model.depth.block_scale=sum, or model.depth.sources=outputs"
-        )
+def _optimizer(config: TrainConfig) -> Iterator[str]:
+    if (error := unknown(config.optimizer.name)) is not None:
+        yield error
 
 
 def _match(config: TrainConfig) -> Iterator[str]:
     for key, value, table in (
         ("match", config.match, MATCHES),
-        ("match_to", config.match_to, VARIANTS),
+        ("match_to", config.match_to, paths()),
     ):
         if value is not None and value not in table:
             yield f"{key}={value}: must be null or one of {', '.join(table)}"
     if config.match is not None and config.match_to is None:
-        yield f"match={config.match}: with what? write match_to=… ({', '.join(VARIANTS)}), or match=null"
+        yield f"match={config.match}: with what? write match_to=… ({', '.join(paths())}), or match=null"
     if config.match == "parameters" and config.initial is not None:
         yield f"match=parameters: would change model.mlp_width, which initial={config.initial} decides; write match=compute"
     if config.match is None and config.match_to is not None:
@@ -419,7 +350,8 @@ def _machine(config: TrainConfig) -> Iterator[str]:
         yield str(error)
     try:
         compiled = config.compile is not Compile.off
-        beyond = beyond_kernels(config.model)
+        known = config.model.residual in paths()
+        beyond = path_of(config.model).beyond_kernels(config.model) if known else []
         choose_kernels(
             config.kernels.name, device, DTYPES[config.precision], compiled=compiled, beyond=beyond
         )
@@ -514,7 +446,7 @@ def _shard_degree(mode: ParallelMode, degree: int | None, world: int) -> Iterato
 
 CHECKS: dict[type, tuple[Callable[[Any], Iterator[str]], ...]] = {
     TrainConfig: (
-        *(_depth, _ablations, _match, _shapes),
+        *(_path, _match, _shapes, _optimizer),
         *(_schedule, _data, _machine, _parallel),
     ),
     TokenizeConfig: (_tokenize,),

@@ -12,6 +12,7 @@ from lrattnres.config.training import SEEDS, SEQUENCES
 
 RUN = "run folder, one checkpoint inside it, or an exported model"
 ARITHMETIC = "arithmetic; null: as the run has it"
+STRICT = "refuse where a newer checkpoint is damaged; false: pass it over, and record that"
 NEW_FOLDER = "folder that is made; one that has something in it is refused"
 
 
@@ -23,6 +24,7 @@ def _step(use: str) -> Any:
 class EvalConfig:
     run: str = option(RUN)
     step: int | None = _step("evaluate")
+    strict: bool = option(STRICT, True)
     tokens: int | None = option("held-out tokens; null: as the run has it", None, at_least=1)
     batch: int | None = option(
         "sequences a forward pass; null: as the run has it", None, **SEQUENCES
@@ -128,14 +130,13 @@ class ExportConfig:
     run: str = option("run folder, or one checkpoint inside it")
     out: str = option(NEW_FOLDER)
     step: int | None = _step("export")
+    strict: bool = option(STRICT, True)
 
 
 @dataclass
 class VariantConfig:
-    residual: str = option("residual path of the new model: a row of the table of variants")
-    rank: int | None = option(
-        "width r of a routing key, where the variant has one of its own", None
-    )
+    residual: str = option("residual path of the new model: a row of the table in docs/paths.md")
+    rank: int | None = option("width r of a routing key, where the path has one of its own", None)
     blocks: int | None = option("number N of depth blocks; null: every sub-layer is a source", None)
     routing: Routing | None = option("how the mixture is used; null: as published", None)
     gate: bool = option("a gate for each read, zero at the start (model.gate of a run)", False)

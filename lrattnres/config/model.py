@@ -108,11 +108,9 @@ class RopeScaling:
 
 @dataclass
 class ModelConfig:
-    residual: str = option(
-        "residual path: a row of the table of variants (lrattnres/residual/router.py)"
-    )
+    residual: str = option("residual path: a row of the table in docs/paths.md")
     rank: int | None = option(
-        "width r of a routing key, 1..dim; null where the variant has no key of its own"
+        "width r of a routing key, 1..dim; null where the path has no key of its own"
     )
     blocks: int | None = option(
         "number N of depth blocks, 1..2*layers; null: every sub-layer is a source"

@@ -48,10 +48,13 @@ def _every(help: str, *default: int | None) -> Any:
 
 @dataclass
 class OptimizerConfig:
+    name: str = option(
+        "which optimizer; muon_adam: Muon on matrices, Adam on the rest", "muon_adam"
+    )
     muon_lr: float = option("peak learning rate of Muon: every matrix in the blocks", at_least=0)
     adam_lr: float = option("peak learning rate of Adam: embedding, head and queries", at_least=0)
     routing_lr: float | None = option(
-        "peak learning rate of Adam for the router: queries, gates, ablations; null: adam_lr",
+        "peak learning rate of what Adam owns in the residual path; null: adam_lr",
         None,
         at_least=0,
     )

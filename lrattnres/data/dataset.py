@@ -1,4 +1,4 @@
-"""What a run reads, opened once: tokenizer and documents, and from them the training and the held-out windows."""
+"""What a run reads, opened once: tokenizer, documents, and the windows that are made of them."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ GIB = 2**30
 
 
 class Dataset(NamedTuple):
+    """The corpus of a run, and how its settings read it."""
+
     tokenizer: Tokenizer
     documents: Documents
     config: TrainConfig
@@ -32,12 +34,16 @@ class Dataset(NamedTuple):
     @property
     def description(self) -> str:
         """One line for people."""
-        return f"{self.documents.description}; {self.config.data.holdout:.3g} of them held out"
+        parts = [self.documents.description, self.documents.skipped]
+        parts += [f"{self.config.data.holdout:.3g} of them held out"]
+        return "; ".join(filter(None, parts))
 
     def streams(self, rank: int = 0, world: int = 1) -> TrainStreams:
-        """The training windows of one rank, from the beginning.
+        """The training windows of rank `rank` of `world`, from the beginning.
 
-        Raises DataError where its groups would take more than `data.memory`.
+        Raises:
+            DataError: there is nothing to train on, or its groups would take more than
+                `data.memory`.
         """
         config, data = self.config, self.config.data
         self._check_memory(config.global_batch // world)
@@ -55,22 +61,28 @@ class Dataset(NamedTuple):
         )
 
     def held_out_windows(self, tokens: int, batch: int) -> Iterator[Tensor]:
-        """The first `tokens` held-out targets, in windows [<= batch, context + 1]: the same tokens for any batch."""
+        """The first `tokens` held-out targets, in windows: int64 [<= batch, context + 1].
+
+        They are the same tokens for any batch.
+        """
         return held_out_windows(
             self._held_out(tokens), context=self.config.model.context, tokens=tokens, batch=batch
         )
 
     def prepare_held_out(self) -> None:
-        """Finds out now, and not in the middle of training, whether there are held-out documents.
+        """Reads all held-out tokens once: a run is not to find out at its end that there are fewer.
 
-        A streamed corpus is searched for all of them. Raises DataError where there are none, and UnreadableError even
-        where training passes over what is unreadable: the held-out set has no gaps.
+        Then a warning says so.
+
+        Raises:
+            DataError: there are none.
+            UnreadableError: a group cannot be read, even where training passes over it: the
+                held-out set has no gaps.
         """
         evaluation = self.config.evaluation
-        if self.documents.streamed:
-            self._held_out(max(evaluation.tokens, evaluation.diagnostics_tokens))
-        else:
-            next(self.held_out_windows(tokens=1, batch=1))
+        tokens = max(evaluation.tokens, evaluation.diagnostics_tokens)
+        for _ in self.held_out_windows(tokens, evaluation.batch):
+            pass
 
     def _held_out(self, tokens: int) -> Iterator[np.ndarray]:
         data = self.config.data
@@ -90,18 +102,30 @@ class Dataset(NamedTuple):
         limit = self.config.data.memory
         if largest.sum() > limit * GIB:
             raise DataError(
-                f"data.memory={limit:g}: {owned} streams of this process hold a row group each, together up to "
-                f"{largest.sum() / GIB:.1f} GiB of text; tokenize the corpus first (scripts/tokenize_corpus.py; "
-                "data=tokens needs none of it), or write a larger data.memory"
+                f"data.memory={limit:g}: {owned} streams of this process hold a row group each, "
+                f"together up to {largest.sum() / GIB:.1f} GiB of text; tokenize the corpus first "
+                "(scripts/tokenize_corpus.py; data=tokens needs none of it), or write a larger "
+                "data.memory"
             )
 
 
-def open_dataset(config: TrainConfig, pinned: dict[str, Any] | None = None) -> Dataset:
-    """`pinned`: the listing in the run's folder, where there is one. Raises DataError for what cannot be had."""
+def open_dataset(
+    config: TrainConfig, pinned: dict[str, Any] | None = None, *, fresh: bool = False
+) -> Dataset:
+    """The corpus and the tokenizer of a run.
+
+    Args:
+        config: its settings.
+        pinned: the listing in the run's folder, where there is one.
+        fresh: `pinned` is what another rank has listed just now, and nothing is listed again.
+
+    Raises:
+        DataError: something cannot be had.
+    """
     tokenizer = build_tokenizer(config.tokenizer)
     if tokenizer.vocabulary > (config.model.vocabulary or 0):
         raise DataError(
-            f"model.vocabulary={config.model.vocabulary}: tokenizer {tokenizer.name} has {tokenizer.vocabulary} tokens; "
-            "write at least that"
+            f"model.vocabulary={config.model.vocabulary}: tokenizer {tokenizer.name} has "
+            f"{tokenizer.vocabulary} tokens; write at least that"
         )
-    return Dataset(tokenizer, open_documents(config.data, tokenizer, pinned), config)
+    return Dataset(tokenizer, open_documents(config.data, tokenizer, pinned, fresh=fresh), config)

@@ -1,13 +1,14 @@
-"""What the order of training stands on: documents in groups that are read as a whole, and which of them are held out.
+"""What the order of training stands on: documents in groups, and which of them are held out.
 
-A corpus tells how many rows each of its groups has without reading one. A row is a document, or nothing: an empty or
-null text, a score below the threshold, a later copy. Rows that are nothing keep their place, so that the order does not
-depend on what is left out.
+A corpus tells how many rows each of its groups has without reading one. A row is a document, or it
+is skipped: an empty or null text, a score below the threshold, a later copy. Skipped rows keep their
+place, so that the order does not depend on what is left out.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -16,26 +17,34 @@ from lrattnres.data.tokenizers import Tokenizer
 
 
 class Texts(Protocol):
-    """The texts of one group."""
+    """The texts of one group.
+
+    Attributes:
+        hashes: uint64 [rows], `content_hash` of each text; anything where there is none.
+        present: bool [rows], whether the row is a document.
+        low: how many rows are no document since their score is below `data.min_score`.
+    """
 
     hashes: np.ndarray
-    """uint64 [rows]: `content_hash` of each text; anything where there is none."""
     present: np.ndarray
-    """bool [rows]: whether the row is a document."""
+    low: int
 
     def text(self, row: int) -> str: ...
 
 
 class Corpus(Protocol):
-    """Texts in groups. Corpora with the same `fingerprint` hold the same groups in the same order."""
+    """Texts in groups. Corpora of the same `fingerprint` hold the same groups in the same order.
+
+    Attributes:
+        rows: int64 [groups], the rows of each group.
+        sizes: int64 [groups], bytes of text in each group.
+        streamed: whether reading a group takes time and memory: it is then read by few, and what was
+            searched for in it is kept.
+    """
 
     rows: np.ndarray
-    """int64 [groups]: the rows of each group."""
     sizes: np.ndarray
-    """int64 [groups]: bytes of text in each group."""
-
     streamed: bool
-    """Whether reading a group takes time and memory: it is then read by few, and what was searched for in it is kept."""
 
     @property
     def fingerprint(self) -> str: ...
@@ -44,8 +53,12 @@ class Corpus(Protocol):
         """One line for people: documents or rows, megabytes, what was left out."""
 
     @property
+    def skipped(self) -> str:
+        """The same of rows that were skipped so far, where `description` cannot know it; or ''."""
+
+    @property
     def listing(self) -> dict[str, Any] | None:
-        """The files behind the corpus as plain values, for the run folder; None where the fingerprint says it all."""
+        """The files as plain values, for the run folder; None where the fingerprint says it all."""
 
     def group(self, number: int) -> Texts:
         """Raises UnreadableError where it cannot be had now, DataError where it never can."""
@@ -55,10 +68,11 @@ class Corpus(Protocol):
 
 
 class Group(Protocol):
-    """The documents of one group as tokens; `hashes` and `present` as in Texts."""
+    """The documents of one group as tokens; the attributes are those of Texts."""
 
     hashes: np.ndarray
     present: np.ndarray
+    low: int
 
     def tokens(self, row: int) -> np.ndarray:
         """Integers [1 + tokens]: the separator, then the text."""
@@ -75,6 +89,8 @@ class Documents(Protocol):
     def fingerprint(self) -> str: ...
     @property
     def description(self) -> str: ...
+    @property
+    def skipped(self) -> str: ...
     @property
     def listing(self) -> dict[str, Any] | None: ...
     def group(self, number: int) -> Group: ...
@@ -93,6 +109,10 @@ class EncodedCorpus:
             corpus.listing,
         )
 
+    @property
+    def skipped(self) -> str:
+        return self.corpus.skipped
+
     def group(self, number: int) -> Group:
         return _EncodedGroup(self, number, self.corpus.group(number))
 
@@ -100,24 +120,32 @@ class EncodedCorpus:
 class _EncodedGroup:
     def __init__(self, documents: EncodedCorpus, number: int, texts: Texts):
         self._documents, self._number, self._texts = documents, number, texts
-        self.hashes, self.present = texts.hashes, texts.present
+        self.hashes, self.present, self.low = texts.hashes, texts.present, texts.low
 
     def tokens(self, row: int) -> np.ndarray:
         text, tokenizer = self._texts.text(row), self._documents.tokenizer
         try:
             return np.concatenate([self._documents.opening, tokenizer.encode(text)])
         except Exception as error:
+            place = self._documents.corpus.place(self._number, row)
             raise DataError(
-                f"{self._documents.corpus.place(self._number, row)}: {tokenizer.name} cannot encode its {len(text):,} "
-                f"characters, which begin {text[:60]!r} ({error}); take it out of the corpus"
+                f"{place}: {tokenizer.name} cannot encode its {len(text):,} characters, which begin "
+                f"{text[:60]!r} ({error}); take it out of the corpus"
             ) from error
 
 
 def held_out(hashes: np.ndarray, holdout: float) -> np.ndarray:
-    """bool: which documents are held out, by their content hashes (uint64).
+    """Which documents are held out: those whose content hash is below holdout * 2**64.
 
-    A document is held out iff its hash is below holdout * 2**64. This depends on its text alone, so copies of a text
-    fall on the same side, and no seed, epoch or order moves one across.
+    This depends on a text alone, so copies of it fall on the same side, and no seed, epoch or order
+    moves one across.
+
+    Args:
+        hashes: uint64 [documents].
+        holdout: a share between 0 and 1.
+
+    Returns:
+        bool [documents].
     """
     if not 0 <= holdout <= 1:
         raise DataError(f"data.holdout={holdout}: must be a share between 0 and 1, such as 0.05")
@@ -126,9 +154,36 @@ def held_out(hashes: np.ndarray, holdout: float) -> np.ndarray:
 
 
 def first_copies(hashes: np.ndarray, present: np.ndarray) -> np.ndarray:
-    """bool [rows]: `present` without the rows whose content hash an earlier present row has."""
+    """`present` (bool [rows]) without rows whose content hash (uint64 [rows]) came before."""
     candidates = np.flatnonzero(present)
     _, first = np.unique(hashes[candidates], return_index=True)
     kept = np.zeros(len(present), dtype=bool)
     kept[candidates[first]] = True
     return kept
+
+
+class Counts(NamedTuple):
+    """The rows of one group or more: how many there are, and why the others are not trained on."""
+
+    rows: int = 0
+    empty: int = 0  # or null, or a later copy
+    low: int = 0
+    held_out: int = 0
+
+    @staticmethod
+    def of(group: Group | Texts, holdout: float) -> Counts:
+        """Of one group."""
+        apart = int((group.present & held_out(group.hashes, holdout)).sum())
+        missing = len(group.present) - int(group.present.sum())
+        return Counts(len(group.present), missing - group.low, group.low, apart)
+
+    @staticmethod
+    def sum(parts: Iterable[Counts]) -> Counts:
+        """Of several."""
+        return Counts(*map(sum, zip(Counts(), *parts, strict=True)))
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rows:,} rows, {self.empty:,} of them empty, {self.low:,} below data.min_score, "
+            f"{self.held_out:,} held out"
+        )

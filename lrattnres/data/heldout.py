@@ -1,7 +1,7 @@
-"""Held-out windows: the same tokens for any seed, number of ranks and batch size, found without reading the whole corpus.
+"""Held-out windows: the same tokens for any seed, number of ranks and batch size.
 
-Groups are searched in one fixed order until there are tokens enough. Where reading a group is work, what was found is
-kept as a shard in the cache folder.
+Groups are searched in one fixed order until there are tokens enough, so not the whole corpus is
+read. Where reading a group is work, what was found is kept as a shard in the cache folder.
 """
 
 from __future__ import annotations
@@ -30,7 +30,13 @@ from lrattnres.data.tokenizers import Tokenizer
 def held_out_documents(
     documents: Documents, holdout: float, workers: int = 0
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Content hash and tokens of every held-out document, in the one order there is; `workers` threads read ahead."""
+    """Content hash and tokens (integers [tokens]) of every held-out document, in a fixed order.
+
+    Args:
+        documents: the corpus, tokenized.
+        holdout: the share of documents that is held out.
+        workers: threads that read ahead; 0: groups are read when they are asked for.
+    """
     groups = held_out_order(len(documents.rows)).tolist()
 
     def search(number: int) -> list[tuple[int, np.ndarray]]:
@@ -58,10 +64,22 @@ def held_out_documents(
 def held_out_windows(
     parts: Iterator[np.ndarray], *, context: int, tokens: int, batch: int
 ) -> Iterator[torch.Tensor]:
-    """Documents packed in the given order: int64 [<= batch, context + 1], with stride `context`.
+    """Documents packed in the given order, with stride `context`.
 
-    There are exactly min(tokens, available) targets in all, for any `batch`; unused positions at the end of the last
-    window hold IGNORE. Warns if there are fewer than `tokens`. Raises DataError if there is no document.
+    There are exactly min(tokens, available) targets in all, for any `batch`; unused positions at the
+    end of the last window hold IGNORE. Warns if there are fewer than `tokens`.
+
+    Args:
+        parts: the tokens of each document.
+        context: targets a window.
+        tokens: targets in all.
+        batch: windows at a time.
+
+    Returns:
+        int64 [<= batch, context + 1] each.
+
+    Raises:
+        DataError: there is no document.
     """
     first = next(parts, None)
     if first is None:
@@ -78,22 +96,31 @@ def kept_held_out(
     found: Iterator[tuple[int, np.ndarray]],
     tokenizer: Tokenizer,
 ) -> Iterator[np.ndarray]:
-    """The documents of `found` until they hold more than `tokens` targets, kept as a shard in the cache `folder`.
+    """Documents until they hold more than `tokens` targets, kept as a shard in the cache.
 
     What an earlier call kept under the same `key` is used, if it is long enough.
+
+    Args:
+        folder: the cache.
+        key: of the corpus, the tokenizer and the share.
+        tokens: targets that are needed.
+        found: content hash and tokens of every held-out document, in order.
+        tokenizer: which made the tokens.
+
+    Returns:
+        The tokens of each document.
     """
-    path = (
-        folder / f"heldout-{hashlib.blake2b(repr(key).encode(), digest_size=8).hexdigest()}.tokens"
-    )
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).hexdigest()
+    path = folder / f"heldout-{digest}.tokens"
     shard: Shard | None = None
     if path.exists():
         try:
             shard = Shard(path)
         except DataError as damage:
             warnings.warn(f"{damage}; searched again", stacklevel=2)
-    if shard is None or not (shard.header["complete"] or len(shard.tokens) > tokens):
+    if shard is None or not (shard.header["complete"] or shard.entry.tokens > tokens):
         shard = _search(path, tokens, found, tokenizer)
-    return (shard.row(row) for row in range(len(shard.hashes)))
+    return map(shard.open(), range(shard.entry.rows))
 
 
 def _search(
@@ -140,8 +167,8 @@ def _pack(
         yield _window(packed, context)
         left -= len(packed) - 1
     warnings.warn(
-        f"evaluation.tokens={tokens}: only {tokens - left} held-out tokens are available, all of them are used; "
-        "a larger data.holdout gives more",
+        f"evaluation.tokens={tokens}: only {tokens - left} held-out tokens are available, all of "
+        "them are used; a larger data.holdout gives more",
         stacklevel=2,
     )
 

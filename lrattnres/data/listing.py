@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,15 @@ SHOWN = 10
 
 @dataclass(frozen=True)
 class File:
-    """`path` is relative to the root. `rows` and `sizes` (bytes of text) are those of its row groups; `footer` is a hash
-    of the parquet footer, which holds the place and the statistics of every column chunk.
+    """One parquet file.
+
+    Attributes:
+        path: relative to the root.
+        bytes: its size.
+        rows: of each of its row groups.
+        sizes: bytes of text in each of its row groups.
+        footer: a hash of the parquet footer, which holds the place and the statistics of every
+            column chunk.
     """
 
     path: str
@@ -27,6 +35,14 @@ class File:
 
 @dataclass(frozen=True)
 class Listing:
+    """The files of a corpus, in the order of their paths, and where they lie.
+
+    Attributes:
+        root: `data.root`.
+        revision: the commit of the hub; None elsewhere.
+        files: with their row groups.
+    """
+
     root: str
     revision: str | None
     files: tuple[File, ...]
@@ -43,7 +59,7 @@ class Listing:
 
     @staticmethod
     def read(plain: Mapping[str, Any]) -> Listing:
-        """Raises KeyError or TypeError for what `plain` did not make."""
+        """The inverse of `plain`. Raises KeyError or TypeError for what that did not make."""
         files = (
             File(**entry | {name: tuple(entry[name]) for name in ("rows", "sizes")})
             for entry in plain["files"]
@@ -52,7 +68,11 @@ class Listing:
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """In words, how two listings (as `plain` gives them) differ: files that are gone, new or changed."""
+    """How two listings (as `plain` gives them) differ, in words.
+
+    Returns:
+        A line for each of the first files that are gone, new or changed.
+    """
     before, after = (
         {entry["path"]: entry for entry in listing.get("files", [])} for listing in (then, now)
     )
@@ -67,4 +87,24 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
             ]
             sizes = f"{before[path]['bytes']:,} bytes then, {after[path]['bytes']:,} now"
             found.append(f"{path}: changed ({', '.join(parts)}; {sizes})")
-    return found[:SHOWN] + ([f"and {len(found) - SHOWN} more files"] if len(found) > SHOWN else [])
+    return first(found)
+
+
+def first(names: list[str]) -> list[str]:
+    """The first names of a list, and how many more there are."""
+    return names[:SHOWN] + ([f"and {len(names) - SHOWN} more"] if len(names) > SHOWN else [])
+
+
+def hidden(path: str) -> bool:
+    """Whether a part of a relative path begins with a dot or an underscore, as copies do."""
+    return any(part.startswith((".", "_")) for part in path.split("/"))
+
+
+def warn_hidden(root: str, paths: list[str]) -> None:
+    """Says how many hidden files of `data.root` are left out."""
+    if paths:
+        warnings.warn(
+            f"data.root={root}: {len(paths):,} files left out, since a part of their path begins "
+            f"with a dot or an underscore: {', '.join(first(paths))}",
+            stacklevel=3,
+        )

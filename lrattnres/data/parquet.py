@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -14,12 +13,13 @@ import pyarrow as pa
 from pyarrow import compute, parquet
 from tqdm import tqdm
 
+from lrattnres.data.columns import SCORE, check_score, check_text, large_strings
+from lrattnres.data.documents import Counts
 from lrattnres.data.errors import DataError, UnreadableError
 from lrattnres.data.listing import File, Listing
 from lrattnres.data.stores import LISTING_THREADS, Patient, RangeFile, ReadingPool
 from lrattnres.data.text import bytes_hash
 
-SCORE = "score"
 TAIL = 1 << 16  # bytes; most footers are shorter
 FOOTERS_KEPT, LOCKS = 64, 256
 MAGIC = b"PAR1"
@@ -36,13 +36,17 @@ class ParquetCorpus:
     def __init__(
         self, name: str, store: Patient, listing: Listing, *, column: str, min_score: float | None
     ):
-        """`listing` has the row groups of every file, as `list_corpus` reads them."""
-        self._store, self._listing, self._column, self._min_score = (
-            store,
-            listing,
-            column,
-            min_score,
-        )
+        """Reads nothing yet.
+
+        Args:
+            name: for people.
+            store: where the files lie.
+            listing: every file with its row groups, as `list_corpus` reads them.
+            column: the column of the text.
+            min_score: the least score of a document; None: any.
+        """
+        self._store, self._listing = store, listing
+        self._column, self._min_score = column, min_score
         self._places = [
             (file, number) for file in listing.files for number in range(len(file.rows))
         ]
@@ -54,11 +58,18 @@ class ParquetCorpus:
         self._shared: WeakValueDictionary[int, ParquetTexts] = WeakValueDictionary()
         self._locks = [threading.Lock() for _ in range(LOCKS)]
         self._lock = threading.Lock()
+        self._found: dict[int, Counts] = {}  # of the groups that were read so far
         self.description = (
-            f"{name}: {self.rows.sum():,} rows in {len(self.rows):,} row groups of {len(listing.files):,} files, "
-            f"{self.sizes.sum() / 1e6:,.1f} MB"
+            f"{name}: {self.rows.sum():,} rows in {len(self.rows):,} row groups of "
+            f"{len(listing.files):,} files, {self.sizes.sum() / 1e6:,.1f} MB"
             + (f", score from {min_score:g}" if min_score is not None else "")
         )
+
+    @property
+    def skipped(self) -> str:
+        found = Counts.sum(list(self._found.values()))
+        low = f" and {found.low:,} below data.min_score" if self._min_score is not None else ""
+        return f"{found.empty:,} empty{low} of the {found.rows:,} rows read so far"
 
     @property
     def fingerprint(self) -> str:
@@ -74,7 +85,11 @@ class ParquetCorpus:
         return f"{file.path}, row group {number}, row {row}"
 
     def group(self, number: int) -> ParquetTexts:
-        """Streams that read the same group at the same time share one copy, which goes with the last of them."""
+        """Those who read the same group at the same time share one copy.
+
+        Raises:
+            UnreadableError: it cannot be read, or is not what was listed.
+        """
         with self._locks[number % LOCKS]:
             texts = self._shared.get(number)
             if texts is None:
@@ -86,13 +101,15 @@ class ParquetCorpus:
         columns = [self._column] if self._min_score is None else [self._column, SCORE]
         try:
             with RangeFile(self._store, file.path, file.bytes) as source:
-                # Read in this thread, a column at a time: Arrow's own threads would not know when the pool is stopped.
+                # Read in this thread, a column at a time: Arrow's own threads would not know when
+                # the pool is stopped.
                 options = {"pre_buffer": False, "page_checksum_verification": True}
                 opened = parquet.ParquetFile(source, metadata=self._footer(file), **options)
                 table = opened.read_row_group(index, columns=columns, use_threads=False)
-            return ParquetTexts(
-                self.place(number, 0).rpartition(",")[0], table, self._column, self._min_score
-            )
+            place = self.place(number, 0).rpartition(",")[0]
+            texts = ParquetTexts(place, table, self._column, self._min_score)
+            self._found[number] = Counts.of(texts, 0.0)
+            return texts
         except (pa.ArrowException, OSError) as error:
             raise UnreadableError(
                 f"{self.place(number, 0)}: damaged, or not the file that was listed ({error})"
@@ -106,7 +123,8 @@ class ParquetCorpus:
         content, metadata = _read_footer(self._store, file)
         if _digest(content) != file.footer:
             raise UnreadableError(
-                f"{file.path}: is not the file any more that was listed when the run started; restore it"
+                f"{file.path}: is not the file any more that was listed when the run started; "
+                "restore it"
             )
         with self._lock:
             self._footers[file.path] = metadata
@@ -119,17 +137,15 @@ class ParquetTexts:
     """The texts of one row group in Arrow's memory, and their content hashes."""
 
     def __init__(self, place: str, table: pa.Table, column: str, min_score: float | None):
-        self._place = place
-        self._texts = table[column].cast(pa.large_string()).combine_chunks()
-        if isinstance(self._texts, pa.ChunkedArray):
-            self._texts = pa.concat_arrays(self._texts.chunks)
+        self._place, self._texts = place, large_strings(table[column])
         lengths = compute.fill_null(compute.binary_length(self._texts), 0).to_numpy(
             zero_copy_only=False
         )
-        self.present = lengths > 0
+        self.present, self.low = lengths > 0, 0
         if min_score is not None:
             scores = table[SCORE].cast(pa.float64()).to_numpy()  # null becomes nan
-            self.present &= np.nan_to_num(scores, nan=-np.inf) >= min_score
+            below = self.present & ~(np.nan_to_num(scores, nan=-np.inf) >= min_score)
+            self.present, self.low = self.present & ~below, int(below.sum())
         _, ends, content = self._texts.buffers()
         self._offsets = (
             np.frombuffer(ends, dtype=np.int64)[self._texts.offset :]
@@ -159,31 +175,26 @@ class ParquetTexts:
 
 
 def list_corpus(
-    store: Patient,
-    *,
-    column: str,
-    scored: bool,
-    max_files: int | None,
-    pinned: Mapping[str, Any] | None,
-    skip_unreadable: bool,
+    store: Patient, *, column: str, scored: bool, max_files: int | None = None
 ) -> Listing:
     """Every file with its row groups; the footers are read by some threads at once.
 
-    What a run has pinned is taken as it is where it is of a revision of the hub, which cannot change, and where a run
-    goes on without what it cannot read: a file that is gone or changed is found out, and counted, when its turn comes.
+    Args:
+        store: where the files lie.
+        column: the column of the text.
+        scored: whether the column `score` is needed, too.
+        max_files: only the first ones.
+
+    Raises:
+        DataError: a file cannot be used as asked, or no file has a row.
+        UnreadableError: a file, or the list of them, cannot be read.
     """
-    known = Listing.read(pinned) if pinned else None
-    if (
-        known is not None
-        and known.root == store.root
-        and (known.revision is not None or skip_unreadable)
-    ):
-        return known
     files = store.files()
     foreign = [file.path for file in files if "ultrafineweb_zh/" in f"{store.root}/{file.path}"]
     if foreign:
         raise DataError(
-            f"data.root={store.root}: {foreign[0]} is not of the English part; write its folder: data.root=…_en"
+            f"data.root={store.root}: {foreign[0]} is not of the English part; write its folder: "
+            "data.root=…_en"
         )
     pool = ReadingPool(LISTING_THREADS)
     try:
@@ -193,27 +204,25 @@ def list_corpus(
         )
     finally:
         pool.stop()
+    if not any(sum(file.rows) for file in described):
+        raise DataError(
+            f"data.root={store.root}: {len(described):,} files and not one row in them; write the "
+            "place of a corpus"
+        )
     return Listing(store.root, store.revision, described)
 
 
 def _described(store: Patient, file: File, column: str, scored: bool) -> File:
     content, metadata = _read_footer(store, file)
-    names = metadata.schema.names
-    for name in [column, SCORE] if scored else [column]:
-        if name not in names:
-            raise DataError(
-                f"{file.path}: no column {name}; there are {', '.join(names)}; write data.column=…"
-            )
-    kind = metadata.schema.to_arrow_schema().field(column).type
-    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-        raise DataError(
-            f"{file.path}: column {column} holds {kind}, not text; name a text column: data.column=…"
-        )
+    schema = metadata.schema.to_arrow_schema()
+    check_text(schema, column, file.path)
+    if scored:
+        check_score(schema, file.path)
+    leaves = [metadata.schema.column(leaf).path for leaf in range(metadata.num_columns)]
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    sizes = tuple(group.column(names.index(column)).total_uncompressed_size for group in groups)
-    return File(
-        file.path, file.bytes, tuple(group.num_rows for group in groups), sizes, _digest(content)
-    )
+    sizes = [group.column(leaves.index(column)).total_uncompressed_size for group in groups]
+    rows = tuple(group.num_rows for group in groups)
+    return File(file.path, file.bytes, rows, tuple(sizes), _digest(content))
 
 
 def _read_footer(store: Patient, file: File) -> tuple[bytes, parquet.FileMetaData]:
@@ -228,7 +237,8 @@ def _read_footer(store: Patient, file: File) -> tuple[bytes, parquet.FileMetaDat
     if wanted > length:
         if wanted > file.bytes:
             raise UnreadableError(
-                f"{file.path}: damaged: its footer claims {wanted:,} of {file.bytes:,} bytes; restore it"
+                f"{file.path}: damaged: its footer claims {wanted:,} of {file.bytes:,} bytes; "
+                "restore it"
             )
         tail = store.read(file.path, file.bytes - wanted, wanted)
     try:

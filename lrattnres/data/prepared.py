@@ -1,4 +1,4 @@
-"""A corpus prepared once: an Arrow file of texts and content hashes, memory-mapped for random access."""
+"""A corpus prepared once: an Arrow file of texts and content hashes, for random access."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from tqdm import tqdm
 
 from lrattnres.data.documents import first_copies
 from lrattnres.data.errors import DataError
-from lrattnres.data.text import clean, content_hash
+from lrattnres.data.pieces import Pieces
+from lrattnres.data.text import bytes_hash, clean, content_hash
 
 FORMAT = 1
 BATCH_CHARACTERS = 16 << 20
@@ -29,8 +30,11 @@ SCHEMA = pa.schema([("text", pa.large_string()), ("hash", pa.uint64())])
 class Source:
     """What a corpus is made from.
 
-    `identity` changes whenever the documents might. `documents` yields the texts in order and None for a row without
-    any. `empty` is the error when there is no text at all.
+    Attributes:
+        name: for people, and the beginning of the file's name.
+        identity: changes whenever the documents might.
+        documents: yields the texts in order, and None for a row without any.
+        empty: the message where there is no text at all.
     """
 
     name: str
@@ -42,25 +46,37 @@ class Source:
 class PreparedCorpus:
     """Random access to the documents of an Arrow file; a Corpus whose groups are single documents.
 
-    `hashes`: uint64 [documents]. `fingerprint`: a hash of them in order, so equal documents have the same one wherever
-    they came from.
+    Attributes:
+        hashes: uint64 [documents].
+        fingerprint: a hash of them in order, so equal documents have the same one wherever they
+            came from.
     """
 
     listing = None
     streamed = False
+    skipped = ""
 
     def __init__(self, name: str, path: Path):
-        """Raises OSError, KeyError, ValueError or Arrow's errors for a file that `write` did not finish."""
-        with pa.ipc.open_file(pa.memory_map(str(path))) as reader:
-            table = reader.read_all()
-            counts = json.loads(
-                reader.get_batch_with_custom_metadata(reader.num_record_batches - 1)[1]["counts"]
+        """Opens a file that `write` has finished.
+
+        Raises:
+            OSError, KeyError, ValueError, ArrowException: it is none, or a damaged one.
+        """
+        with pa.memory_map(str(path)) as file:
+            base = file.read_buffer(1).address
+            file.seek(0)
+            reader = pa.ipc.open_file(file)
+            table, last = reader.read_all(), reader.num_record_batches - 1
+            counts = json.loads(reader.get_batch_with_custom_metadata(last)[1]["counts"])
+            if table.schema != SCHEMA:
+                raise ValueError(f"unknown columns {table.schema.names}")
+            table.validate()
+            self.hashes: np.ndarray = table["hash"].to_numpy().copy()
+            self.sizes = compute.binary_length(table["text"]).to_numpy().astype(np.int64)
+            self._starts = np.concatenate(
+                [np.empty(0, np.int64), *(_places(chunk, base) for chunk in table["text"].chunks)]
             )
-        if table.schema != SCHEMA:
-            raise ValueError(f"unknown columns {table.schema.names}")
-        table.validate()
-        self._path, self._texts = path, table["text"]
-        self.hashes: np.ndarray = table["hash"].to_numpy()
+        self._pieces = Pieces(path, "delete the file, it will be prepared again")
         self.hashes.flags.writeable = False
         self.fingerprint = hashlib.blake2b(
             self.hashes.astype("<u8").tobytes(), digest_size=16
@@ -69,7 +85,6 @@ class PreparedCorpus:
             raise ValueError("its content hashes are not those that were written")
         self.present = np.ones(len(self), dtype=bool)
         self.rows = np.ones(len(self), dtype=np.int64)
-        self.sizes = compute.binary_length(self._texts).to_numpy().astype(np.int64)
         self.description = f"{name}: {len(self):,} documents, {counts['bytes'] / 1e6:.1f} MB" + (
             f", {counts['skipped']:,} empty rows skipped" if counts["skipped"] else ""
         )
@@ -91,25 +106,38 @@ class PreparedCorpus:
         return f"document {group} of {self.description}"
 
     def text(self, index: int) -> str:
-        """Raises DataError if the text is not the one that was prepared."""
-        text: str | None = None
-        with contextlib.suppress(UnicodeDecodeError):
-            text = self._texts[int(index)].as_py()
-        if text is None or content_hash(text) != self.hashes[index]:
+        """One document.
+
+        Raises:
+            UnreadableError: the file became shorter.
+            DataError: the text is not the one that was prepared.
+        """
+        content = self._pieces.read(int(self._starts[index]), int(self.sizes[index]))
+        if bytes_hash(content) != self.hashes[index]:
             raise DataError(
-                f"{self._path}: document {index} is damaged; delete the file, it will be prepared again"
+                f"{self._pieces.path}: document {index} is damaged; delete the file, it will be "
+                "prepared again"
             )
-        return text
+        return content.decode("utf-8")
+
+
+def _places(chunk: pa.LargeStringArray, base: int) -> np.ndarray:
+    """int64 [texts]: the byte of the file, mapped to the address `base`, at which each begins."""
+    _, ends, content = chunk.buffers()
+    if not len(chunk):
+        return np.empty(0, np.int64)
+    ends = np.frombuffer(ends, np.int64)[chunk.offset : chunk.offset + len(chunk)]
+    return ends + (content.address - base)
 
 
 class _Single:
     """One document as a group."""
 
+    low = 0
+
     def __init__(self, corpus: PreparedCorpus, number: int):
-        self.hashes, self.present = (
-            corpus.hashes[number : number + 1],
-            corpus.present[number : number + 1],
-        )
+        self.hashes = corpus.hashes[number : number + 1]
+        self.present = corpus.present[number : number + 1]
         self._corpus, self._number = corpus, number
 
     def text(self, row: int) -> str:
@@ -119,12 +147,15 @@ class _Single:
 def open_prepared(source: Source, folder: Path) -> PreparedCorpus:
     """The corpus of `source` from the cache `folder`, prepared first if it is not there.
 
-    Processes that prepare the same corpus at once each write a file of their own and rename it into place.
+    Processes that prepare the same corpus at once each write a file of their own and rename it into
+    place.
+
+    Raises:
+        DataError: there is no text, or the folder cannot be written.
     """
     key = json.dumps([FORMAT, source.name, source.identity])
-    path = (
-        folder / f"{source.name}-{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}.arrow"
-    )
+    digest = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
+    path = folder / f"{source.name}-{digest}.arrow"
     if path.exists():
         try:
             return PreparedCorpus(source.name, path)
@@ -146,9 +177,12 @@ def open_prepared(source: Source, folder: Path) -> PreparedCorpus:
 
 
 def write(path: Path, source: Source) -> None:
-    """Cleans and hashes the documents into an Arrow file, with never much more than one batch in memory.
+    """Cleans and hashes the documents into an Arrow file, never much more than a batch in memory.
 
-    The last batch is empty and carries the counts, which are known only then. Raises DataError if there is no text.
+    The last batch is empty and carries the counts, which are known only then.
+
+    Raises:
+        DataError: there is no text.
     """
     texts: list[str] = []
     waiting = size = skipped = 0

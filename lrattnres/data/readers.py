@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import io
 import json
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,7 +14,9 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
+from lrattnres.data.columns import check_text
 from lrattnres.data.errors import DataError
+from lrattnres.data.listing import first, hidden, warn_hidden
 
 
 class Row(NamedTuple):
@@ -29,8 +32,13 @@ Reader = Callable[[Path, str], Iterator[Row]]
 def read_file(path: Path, column: str) -> Iterator[str | None]:
     """The texts of one file in order; None for a null or empty one.
 
-    `column` is the key or column that holds the text. Raises DataError, which names the file and the line or row, for
-    a file that cannot be read to its end, that lacks the column, or that has something other than text there.
+    Args:
+        path: the file.
+        column: the key or column that holds the text.
+
+    Raises:
+        DataError: the file cannot be read to its end, lacks the column, or has something other than
+            text there; with the line or row.
     """
     read = reader_of(path)
     if read is None:
@@ -40,7 +48,8 @@ def read_file(path: Path, column: str) -> Iterator[str | None]:
             if row.value is not None and not isinstance(row.value, str):
                 kind = type(row.value).__name__
                 raise DataError(
-                    f"{path}, {row.place}: {column} holds {kind}, not text; name a text column: data.column=…"
+                    f"{path}, {row.place}: {column} holds {kind}, not text; name a text column: "
+                    "data.column=…"
                 )
             yield row.value or None
     except UnicodeDecodeError as error:
@@ -61,42 +70,69 @@ def reader_of(path: Path) -> Reader | None:
 
 
 def find_files(root: str) -> list[Path]:
-    """The readable files of `data.root` (a file, a folder with everything below it, or a glob), by relative path.
+    """The readable files of `data.root`, by relative path.
 
-    What has another ending is listed in one warning, and so are linked folders, which are not entered.
+    One warning names what has another ending, and linked folders, which are not entered; another
+    one says how many files were left out since a part of their path begins with a dot or an
+    underscore. A file, and a glob that spells such a part out, mean what they say.
+
+    Args:
+        root: a file, a folder with everything below it, or a glob.
+
+    Raises:
+        DataError: nothing there can be read.
     """
-    place = Path(root).expanduser()
+    place, endings = Path(root).expanduser(), ", ".join(READERS)
     if place.is_file():
         if reader_of(place) is None:
             raise DataError(
-                f"data.root={root}: unknown ending; write a file that ends with one of {', '.join(READERS)}"
+                f"data.root={root}: unknown ending; write a file that ends with one of {endings}"
             )
         return [place]
     if place.is_dir():
-        found = sorted(place.rglob("*"), key=lambda path: path.relative_to(place).as_posix())
+        base, found, asked = place, _below(place), ""
     else:
+        parts = place.parts
+        fixed = next((n for n, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+        base, asked = Path(*parts[:fixed]), "/".join(parts[fixed:])
         # Path.glob takes no absolute pattern.
-        found = [Path(name) for name in sorted(glob.glob(str(place), recursive=True))]  # noqa: PTH207
+        found = [Path(name) for name in glob.glob(str(place), recursive=True)]  # noqa: PTH207
     if not found and not place.is_dir():
         raise DataError(
             f"data.root={root}: no such file or folder, and no file matches it as a glob"
         )
-    files = [path for path in found if path.is_file() and reader_of(path)]
-    skipped = [
-        path for path in found if path not in set(files) and (path.is_file() or path.is_symlink())
-    ]
-    if skipped:
-        names = ", ".join(str(path) for path in skipped[:10]) + (
-            f" and {len(skipped) - 10} more" if len(skipped) > 10 else ""
-        )
+    names = {path.relative_to(base).as_posix(): path for path in found}
+    files, others, secret = list[Path](), list[str](), list[str]()
+    for name, path in sorted(names.items()):
+        readable, apart = path.is_file() and reader_of(path), hidden(name) and not hidden(asked)
+        if readable and not apart:
+            files.append(path)
+        elif readable:
+            secret.append(str(path))
+        elif not apart and (path.is_file() or path.is_symlink()):
+            others.append(str(path))
+    if others:
         warnings.warn(
-            f"data.root={root}: skipped, no ending of {', '.join(READERS)}: {names}", stacklevel=2
+            f"data.root={root}: skipped, no ending of {endings}: {', '.join(first(others))}",
+            stacklevel=2,
         )
+    warn_hidden(root, secret)
     if not files:
-        raise DataError(
-            f"data.root={root}: holds no file that ends with one of {', '.join(READERS)}"
-        )
+        raise DataError(f"data.root={root}: holds no file that ends with one of {endings}")
     return files
+
+
+def _below(folder: Path) -> list[Path]:
+    """Files and links at any depth."""
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"{error.filename}: cannot be listed ({error.strerror}); let it be read")
+
+    return [
+        Path(place, name)
+        for place, folders, files in os.walk(folder, onerror=refuse)
+        for name in [*files, *(name for name in folders if Path(place, name).is_symlink())]
+    ]
 
 
 def _text(path: Path, column: str) -> Iterator[Row]:
@@ -107,8 +143,8 @@ def _text(path: Path, column: str) -> Iterator[Row]:
 def _json_lines(path: Path, column: str, compression: str | None) -> Iterator[Row]:
     if compression and path.stat().st_size == 0:
         raise EOFError("an empty file is no compressed one")
-    # Arrow's streams, unlike those of zstandard, tell a frame that was cut short. Lines are split at b"\n" alone:
-    # JSON may hold the other line breaks of Unicode.
+    # Arrow's streams, unlike those of zstandard, tell a frame that was cut short. Lines are split at
+    # b"\n" alone: JSON may hold the other line breaks of Unicode.
     with io.BufferedReader(pa.input_stream(str(path), compression=compression), 1 << 20) as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
@@ -118,19 +154,16 @@ def _json_lines(path: Path, column: str, compression: str | None) -> Iterator[Ro
 def _json_text(path: Path, number: int, line: bytes, column: str) -> Any:
     try:
         record = json.loads(line.decode("utf-8"))
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # ValueError: malformed JSON, not UTF-8, a number of 5,000 digits
+    except (ValueError, RecursionError) as error:  # also not UTF-8, a number of 5,000 digits
         raise DataError(f"{path}, line {number}: not a line of JSON in UTF-8 ({error})") from error
     if not isinstance(record, dict):
+        kind = type(record).__name__
         raise DataError(
-            f"{path}, line {number}: a JSON {type(record).__name__}, where an object with a text is needed"
+            f"{path}, line {number}: a JSON {kind}, where an object with a text is needed"
         )
     if column not in record:
-        raise DataError(
-            f"{path}, line {number}: no key {column}; write data.column= one of {', '.join(record) or '(none)'}"
-        )
+        keys = ", ".join(record) or "(none)"
+        raise DataError(f"{path}, line {number}: no key {column}; write data.column= one of {keys}")
     return record[column]
 
 
@@ -138,11 +171,7 @@ def _parquet(path: Path, column: str) -> Iterator[Row]:
     from pyarrow import parquet
 
     with parquet.ParquetFile(path) as file:
-        names = file.schema_arrow.names
-        if column not in names:
-            raise DataError(
-                f"{path}: no column {column}; write data.column= one of {', '.join(names) or '(none)'}"
-            )
+        check_text(file.schema_arrow, column, path)
         number = 0
         for batch in file.iter_batches(batch_size=1024, columns=[column]):
             for value in batch.column(column):

@@ -1,13 +1,18 @@
-"""Tokens on disk: shards of documents that are memory-mapped, and the index that makes a corpus of them.
+"""Tokens on disk: shards of documents, and the index that makes a corpus of them.
 
     DIRECTORY/
-        index.json            tokenizer, source, and of every shard its name, size, tokens and checksum of its tables
-        shard_00000.tokens    MAGIC, length of the header (8 bytes), header (JSON), then arrays at multiples of 64 bytes:
-                              tokens (uint16 or uint32), offsets (int64 [rows + 1]), hashes (uint64 [rows]),
-                              checks (uint32 [rows]: CRC-32 of the row's tokens), groups (int64: rows of each group)
+        index.json          tokenizer, source, and of every shard its name, size, tokens and
+                            checksum of its tables
+        shard_00000.tokens  MAGIC, length of the header (8 bytes), header (JSON), then arrays at
+                            multiples of 64 bytes:
+                            tokens (uint16 or uint32), offsets (int64 [rows + 1]),
+                            hashes (uint64 [rows]),
+                            checks (uint32 [rows]: CRC-32 of the row's tokens),
+                            groups (int64: rows of each group)
 
-All numbers are little-endian. A document's tokens begin with the separator; a row without tokens is no document. The
-groups are those of the corpus that was tokenized, so both give the same order of training.
+All numbers are little-endian. A document's tokens begin with the separator; a row without tokens is
+no document. The groups are those of the corpus that was tokenized, so both give the same order of
+training.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ import json
 import os
 import uuid
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,15 +31,25 @@ import numpy as np
 
 from lrattnres.data.documents import first_copies
 from lrattnres.data.errors import DataError, UnreadableError
+from lrattnres.data.pieces import Pieces
 from lrattnres.data.tokenizers import Tokenizer
 
 MAGIC, FORMAT, ALIGNMENT = b"LRTOKENS", 1, 64
 INDEX = "index.json"
+REMEDY = "delete it and tokenize again"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One shard in the index. `tables` is the CRC-32 of everything in the file but the tokens, which have their own."""
+    """One shard in the index.
+
+    Attributes:
+        name: of the file.
+        bytes: its size.
+        rows: in all its groups.
+        tokens: in all its rows.
+        tables: CRC-32 of everything in the file but the tokens, which have their own.
+    """
 
     name: str
     bytes: int
@@ -44,7 +59,7 @@ class Entry:
 
 
 def token_dtype(vocabulary: int) -> np.dtype:
-    """The smallest of the two that holds every token."""
+    """uint16 or uint32: the smallest of the two that holds every token."""
     return np.dtype("<u2" if vocabulary <= 1 << 16 else "<u4")
 
 
@@ -54,16 +69,17 @@ def write_shard(
     header: Mapping[str, Any],
     vocabulary: int,
 ) -> Entry:
-    """Writes (content hash, tokens) of every row of every group; no tokens where the row is no document.
+    """Writes a shard, which gets its name when it is whole and on the disk.
 
-    The file gets its name when it is whole and on the disk.
+    Args:
+        path: the file.
+        groups: (content hash, tokens) of every row of every group; no tokens where the row is no
+            document.
+        header: what else the file says of itself.
+        vocabulary: of the tokenizer; it decides the type of the tokens.
     """
-    dtype, rows_of, hashes, parts = (
-        token_dtype(vocabulary),
-        list[int](),
-        list[int](),
-        list[np.ndarray](),
-    )
+    dtype = token_dtype(vocabulary)
+    rows_of, hashes, parts = list[int](), list[int](), list[np.ndarray]()
     for group in groups:
         before = len(parts)
         for content, tokens in group:
@@ -99,63 +115,87 @@ def write_shard(
 
 
 class Shard:
-    """A file of `write_shard`, mapped into memory. Raises DataError for any other, or a damaged one.
+    """A file of `write_shard`. Its tokens are checked a document at a time, when they are read.
 
-    Tokens are checked a document at a time, when they are read.
+    Attributes:
+        header: what the file says of itself.
+        offsets: int64 [rows + 1], the first token of each row.
+        hashes: uint64 [rows].
+        checks: uint32 [rows].
+        groups: int64, the rows of each group.
+        dtype: of the tokens.
+        entry: what the index has to say of it.
     """
 
     def __init__(self, path: Path, entry: Entry | None = None):
-        """`entry`: what the index says of the file."""
+        """Reads and checks all but the tokens.
+
+        Args:
+            path: the file.
+            entry: what the index says of it.
+
+        Raises:
+            DataError: it is no shard, a damaged one, or not that of the index.
+        """
         self.path = path
         try:
-            content = np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
-            self.header, arrays, tables = _parse(content)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            pieces = Pieces(path, REMEDY)
+            self._parse(pieces)
+        except (OSError, ValueError, KeyError, TypeError, UnreadableError) as error:
             raise DataError(
-                f"{path}: no shard of tokens, or cut short ({error}); tokenize again"
+                f"{path}: no shard of tokens, or cut short ({error}); {REMEDY}"
             ) from error
-        self.tokens, self.offsets, self.hashes = (
-            arrays["tokens"],
-            arrays["offsets"],
-            arrays["hashes"],
-        )
-        self.checks, self.groups = arrays["checks"], arrays["groups"]
-        found = Entry(path.name, len(content), len(self.hashes), len(self.tokens), tables)
-        if entry is not None and found != entry:
-            names = [name for name, value in asdict(entry).items() if asdict(found)[name] != value]
+        if entry is not None and self.entry != entry:
+            found = asdict(self.entry)
+            names = [name for name, value in asdict(entry).items() if found[name] != value]
             raise DataError(
-                f"{path}: damaged: other {', '.join(names)} than {INDEX} says; delete it and tokenize again"
+                f"{path}: damaged: other {', '.join(names)} than {INDEX} says; {REMEDY}"
             )
-        self.entry = found
 
-    def row(self, row: int) -> np.ndarray:
-        """The tokens of one document."""
-        tokens = self.tokens[self.offsets[row] : self.offsets[row + 1]]
-        if zlib.crc32(tokens.data) != self.checks[row]:
-            raise UnreadableError(
-                f"{self.path}: row {row} is damaged; delete the file and tokenize again"
-            )
+    def open(self) -> Callable[[int], np.ndarray]:
+        """What gives the tokens of a row; it keeps the file open.
+
+        Raises:
+            UnreadableError: the file is gone, cut short or damaged; so does what it returns.
+        """
+        try:
+            pieces = Pieces(self.path, REMEDY)
+        except OSError as error:
+            raise UnreadableError(f"{self.path}: {error}; {REMEDY}") from error
+
+        def tokens(row: int) -> np.ndarray:
+            begin, end = self.offsets[row : row + 2].tolist()
+            start = self._first + begin * self.dtype.itemsize
+            found = pieces.array(start, end - begin, self.dtype)
+            if zlib.crc32(found.data) != self.checks[row]:
+                raise UnreadableError(f"{self.path}: row {row} is damaged; {REMEDY}")
+            return found
+
         return tokens
 
-
-def _parse(content: np.ndarray) -> tuple[dict[str, Any], dict[str, np.ndarray], int]:
-    """Header, arrays, and the checksum of all but the tokens."""
-    if content[:8].tobytes() != MAGIC:
-        raise ValueError(f"it does not begin with {MAGIC.decode()}")
-    head = content[16 : 16 + int.from_bytes(content[8:16].tobytes(), "little")].tobytes()
-    header, tables = json.loads(head), zlib.crc32(head)
-    if header["format"] != FORMAT:
-        raise ValueError(f"format {header['format']}; this version reads {FORMAT}")
-    position, arrays = 16 + len(head), dict[str, np.ndarray]()
-    for name, (kind, length) in header["arrays"].items():
-        position += -position % ALIGNMENT
-        size = np.dtype(kind).itemsize * length
-        arrays[name] = content[position : position + size].view(kind)
-        tables = zlib.crc32(arrays[name].data, tables) if name != "tokens" else tables
-        position += size
-    if position != len(content):
-        raise ValueError(f"{len(content):,} bytes, where {position:,} belong")
-    return header, arrays, tables
+    def _parse(self, pieces: Pieces) -> None:
+        if pieces.read(0, 8) != MAGIC:
+            raise ValueError(f"it does not begin with {MAGIC.decode()}")
+        length = int.from_bytes(pieces.read(8, 8), "little")
+        head = pieces.read(16, min(length, pieces.size))
+        self.header, tables = json.loads(head), zlib.crc32(head)
+        if self.header["format"] != FORMAT:
+            raise ValueError(f"format {self.header['format']}; this version reads {FORMAT}")
+        position, arrays = 16 + len(head), dict[str, np.ndarray]()
+        for name, (kind, count) in self.header["arrays"].items():
+            position += -position % ALIGNMENT
+            dtype = np.dtype(kind)
+            if name == "tokens":
+                self._first, self.dtype, tokens = position, dtype, count
+            else:
+                arrays[name] = pieces.array(position, count, dtype)
+                tables = zlib.crc32(arrays[name].data, tables)
+            position += count * dtype.itemsize
+        if position != pieces.size:
+            raise ValueError(f"{pieces.size:,} bytes, where {position:,} belong")
+        self.offsets, self.hashes = arrays["offsets"], arrays["hashes"]
+        self.checks, self.groups = arrays["checks"], arrays["groups"]
+        self.entry = Entry(self.path.name, pieces.size, len(self.hashes), tokens, tables)
 
 
 class TokenShards:
@@ -163,6 +203,7 @@ class TokenShards:
 
     streamed = False
     listing = None
+    skipped = ""
 
     def __init__(
         self,
@@ -172,12 +213,24 @@ class TokenShards:
         max_tokens: int | None = None,
         deduplicate: bool = False,
     ):
-        """Raises DataError for shards of another tokenizer, and for damaged ones."""
+        """Opens every shard.
+
+        Args:
+            root: the folder.
+            tokenizer: of the run.
+            max_tokens: only the first groups, until they hold this many.
+            deduplicate: whether later copies of a text are no documents.
+
+        Raises:
+            DataError: the shards are of another tokenizer, damaged, or without a document.
+        """
         index = read_index(root)
         if index["tokenizer"] != tokenizer.fingerprint:
+            name = index["tokenizer_name"]
             raise DataError(
-                f"{root / INDEX}: tokenized with {index['tokenizer_name']} ({index['tokenizer']}), and this run uses "
-                f"{tokenizer.name} ({tokenizer.fingerprint}); write tokenizer={index['tokenizer_name']}, or tokenize again"
+                f"{root / INDEX}: tokenized with {name} ({index['tokenizer']}), and this run uses "
+                f"{tokenizer.name} ({tokenizer.fingerprint}); write tokenizer={name}, or tokenize "
+                "again"
             )
         self._shards = [Shard(root / entry["name"], Entry(**entry)) for entry in index["shards"]]
         self.rows = np.concatenate([shard.groups for shard in self._shards])
@@ -191,6 +244,12 @@ class TokenShards:
             tokens = tokens[: len(self.rows)]
             self.hashes, self.present = (
                 array[: ends[len(self.rows) - 1]] for array in (self.hashes, self.present)
+            )
+        empty = len(self.present) - int(self.present.sum())
+        if not self.present.any():
+            raise DataError(
+                f"data.root={root}: {len(self.present):,} rows and not one document in them; "
+                "tokenize another corpus"
             )
         if deduplicate:
             self.present = first_copies(self.hashes, self.present)
@@ -206,33 +265,37 @@ class TokenShards:
         )
         self.fingerprint = hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
         self.description = (
-            f"tokens: {self.present.sum():,} documents, {tokens.sum():,} tokens of {index['description']}"
+            f"tokens: {self.present.sum():,} documents, {tokens.sum():,} tokens of "
+            f"{index['description']}, {empty:,} rows skipped"
             + (", without later copies" if deduplicate else "")
-        )  # fmt: skip
+        )
 
     def group(self, number: int) -> _ShardGroup:
         first = int(self._firsts[number])
         index = int(np.searchsorted(self._limits, first, side="right"))
         shard = self._shards[index]
         rows = slice(first, first + int(self.rows[number]))
-        return _ShardGroup(
-            shard,
-            first - int(self._limits[index] - shard.entry.rows),
-            self.hashes[rows],
-            self.present[rows],
-        )
+        begin = first - int(self._limits[index] - shard.entry.rows)
+        return _ShardGroup(shard, begin, self.hashes[rows], self.present[rows])
 
 
 class _ShardGroup:
+    low = 0
+
     def __init__(self, shard: Shard, first: int, hashes: np.ndarray, present: np.ndarray):
-        self._shard, self._first, self.hashes, self.present = shard, first, hashes, present
+        self._tokens, self._first = shard.open(), first
+        self.hashes, self.present = hashes, present
 
     def tokens(self, row: int) -> np.ndarray:
-        return self._shard.row(self._first + row)
+        return self._tokens(self._first + row)
 
 
 def read_index(root: Path) -> dict[str, Any]:
-    """The index of a folder of shards. Raises DataError."""
+    """The index of a folder of shards.
+
+    Raises:
+        DataError: there is none, or a damaged one.
+    """
     try:
         index = json.loads((root / INDEX).read_bytes())
         if not index["shards"] or index["format"] != FORMAT:

@@ -1,7 +1,8 @@
-"""Where parquet files lie: a folder, a web server, the Hugging Face hub, or whatever fsspec has a file system for.
+"""Where parquet files lie: a folder, a web server, the Hugging Face hub, or what fsspec reads.
 
-A store lists files with their sizes and reads ranges of bytes. `Patient` makes any store stubborn: short answers and
-failures are tried again, so a file is never read from its beginning because its end was lost.
+A store lists files with their sizes and reads ranges of bytes; the file systems of fsspec do the
+reading. `Patient` adds what they lack: short answers and failures are tried again, from the byte
+where the last answer ended, so that a file is never read from its beginning because its end was lost.
 """
 
 from __future__ import annotations
@@ -10,24 +11,27 @@ import io
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from email.utils import parsedate_to_datetime
 from functools import partial
 from html.parser import HTMLParser
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
-from urllib.parse import quote, unquote, urljoin, urlsplit
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import quote, unquote, urljoin
 
-import requests
+import fsspec
 
 from lrattnres.data.errors import DataError, UnreadableError
-from lrattnres.data.listing import File
+from lrattnres.data.listing import File, hidden, warn_hidden
+
+if TYPE_CHECKING:
+    from aiohttp import ClientResponse
 
 T = TypeVar("T")
 ENDING = ".parquet"
-LONGEST_PAUSE = 60.0
+LONGEST_PAUSE = 60.0  # seconds
 LISTING_THREADS = 16
-CHUNK = 1 << 18  # bytes
+CHUNK = 1 << 20  # bytes
 TRY_LATER = {408, 425, 429}  # and every 5xx
 
 
@@ -35,230 +39,252 @@ class Refused(Exception):
     """An answer that no further try will change."""
 
 
+class Later(Exception):
+    """An answer that may change, no sooner than in `seconds`."""
+
+    def __init__(self, message: str, seconds: float):
+        super().__init__(message)
+        self.seconds = seconds
+
+
 class StoppedError(DataError):
     """Nobody waits for the answer any more. Not an UnreadableError: nothing is passed over for it."""
 
 
-class Store(Protocol):
-    root: str
-    revision: str | None
+class Store:
+    """A prefix of any file system that fsspec has, such as s3://BUCKET/FOLDER.
 
-    def files(self) -> list[File]:
-        """Every parquet file below the root, sorted by relative path."""
-
-    def read(self, path: str, start: int, length: int) -> bytes:
-        """`length` bytes from `start`, or fewer; raises Refused, OSError or what its library raises."""
-
-
-class Folder:
-    """A local folder, with everything below it, or one file."""
+    Attributes:
+        root: the prefix, as it was written.
+        revision: the commit of the hub; None elsewhere.
+        local: whether listing costs next to nothing, and reads cannot fail for a while only.
+    """
 
     revision: str | None = None
+    local = False
+    protocol = ""  # of the file system, where the root does not say it
 
     def __init__(self, root: str, timeout: float):
-        self.root, self._path = root, Path(root).expanduser()
+        """Reads nothing yet.
+
+        Args:
+            root: the prefix.
+            timeout: seconds without an answer after which a read fails.
+
+        Raises:
+            DataError: the file system is not installed, or there is none for the prefix.
+        """
+        self.root, protocol = root, self.protocol or root.partition("://")[0]
+        try:
+            self._system = fsspec.filesystem(protocol, **self._options(protocol, timeout))
+        except (ImportError, ValueError) as error:
+            raise DataError(
+                f"data.root={root}: {error}; install the file system of {protocol}:// (pip install "
+                "lrattnres[s3] for s3), or write a folder or an http(s):// prefix"
+            ) from error
+        self._path = self._system._strip_protocol(root).rstrip("/")
 
     def files(self) -> list[File]:
-        if self._path.is_file():
-            self._path, found = self._path.parent, [self._path]
-        else:
-            found = [path for path in self._path.rglob("*" + ENDING) if path.is_file()]
-        return _sorted(
-            [File(path.relative_to(self._path).as_posix(), path.stat().st_size) for path in found]
-        )
+        """Every parquet file below the root, in any order. Raises what `read` raises."""
+        return self._below(self._path, self._system.find(self._path, detail=True))
 
     def read(self, path: str, start: int, length: int) -> bytes:
+        """`length` bytes from `start` of the file `path`, or fewer.
+
+        Raises:
+            Refused: no further try will help.
+            Exception: what the library of the file system raises; a further try may help.
+        """
         try:
-            with (self._path / path).open("rb", buffering=0) as file:
-                file.seek(start)
-                content = b"".join(iter(lambda: file.read(length - file.tell() + start), b""))
+            return self._system.cat_file(f"{self._path}/{path}", start=start, end=start + length)
         except (FileNotFoundError, PermissionError) as error:
             raise Refused(str(error)) from error
+
+    def _options(self, protocol: str, timeout: float) -> dict[str, Any]:
+        if protocol not in ("s3", "s3a"):
+            return {}
+        patience = {"connect_timeout": timeout, "read_timeout": timeout}
+        return {"config_kwargs": patience | {"retries": {"max_attempts": 1}}}
+
+    @staticmethod
+    def _below(path: str, found: Mapping[str, Mapping[str, Any]]) -> list[File]:
+        return [
+            File(name[len(path) + 1 :], entry["size"])
+            for name, entry in found.items()
+            if name.endswith(ENDING)
+        ]
+
+
+class Folder(Store):
+    """A folder of this machine, with everything below it, or one file."""
+
+    local = True
+    protocol = "file"
+
+    def files(self) -> list[File]:
+        if not self._system.exists(self._path):
+            return []
+        try:
+            found = self._system.find(self._path, detail=True, on_error="raise")
+        except OSError as error:
+            raise Refused(str(error)) from error
+        if self._path in found:
+            self._path = self._path.rpartition("/")[0]
+        return self._below(self._path, found)
+
+    def read(self, path: str, start: int, length: int) -> bytes:
+        content = super().read(path, start, length)
         if len(content) < length:
-            raise Refused(
-                f"it ends after {start + len(content):,} bytes, where {start + length:,} belong"
-            )
+            ends = start + len(content)
+            raise Refused(f"it ends after {ends:,} bytes, where {start + length:,} belong")
         return content
 
 
-class Web:
+class Web(Store):
     """A folder of a web server that lists its files as links, and serves ranges."""
 
-    revision: str | None = None
+    protocol = "https"
 
     def __init__(self, root: str, timeout: float):
-        self.root, self._timeout = root.rstrip("/") + "/", timeout
-        self._local = threading.local()
+        super().__init__(root, timeout)
+        self.root, self._headers = root.rstrip("/") + "/", dict[str, str]()
+
+    def _options(self, protocol: str, timeout: float) -> dict[str, Any]:
+        import aiohttp
+
+        patience = aiohttp.ClientTimeout(total=None, sock_connect=timeout, sock_read=timeout)
+        client = {"timeout": patience, "raise_for_status": _judged, "trust_env": True}
+        return {"client_kwargs": client, "skip_instance_cache": True}
 
     def files(self) -> list[File]:
+        # fsspec's own listing leaves out links that begin with "http", such as httpd.parquet, and
+        # takes &amp; and ./ for parts of a name. So it fetches the pages, and we read the links.
         links, folders = set[str](), [self.root]
         for folder in folders:  # grows as subfolders are found
-            page = _Links(self._get(folder).text)
-            for link in (
-                urljoin(folder, href).partition("?")[0].partition("#")[0] for href in page.found
-            ):
+            page = _Links(self._system.cat_file(folder).decode("utf-8", "replace"))
+            for href in page.found:
+                link = urljoin(folder, href).partition("?")[0].partition("#")[0]
                 if link.startswith(folder) and link.endswith("/") and link not in folders:
                     folders.append(link)
                 elif link.startswith(folder) and link.endswith(ENDING):
                     links.add(link)
         with ThreadPoolExecutor(LISTING_THREADS) as pool:
-            sizes = list(pool.map(self._size, sorted(links)))
-        return _sorted(
-            [
-                File(unquote(link[len(self.root) :]), size)
-                for link, size in zip(sorted(links), sizes, strict=True)
-            ]
-        )
+            sizes = pool.map(self._size, sorted(links))
+        begin = len(self.root)
+        return [
+            File(unquote(link[begin:]), size)
+            for link, size in zip(sorted(links), sizes, strict=True)
+        ]
 
     def read(self, path: str, start: int, length: int) -> bytes:
+        # A stream, and not cat_file: what comes before the connection breaks need not come again.
+        address, pieces = self.address(path), list[bytes]()
         headers = {"Range": f"bytes={start}-{start + length - 1}", "Accept-Encoding": "identity"}
-        pieces: list[bytes] = []
-        with self._get(self.address(path), headers=headers, stream=True) as answer:
-            if answer.status_code != 206:
-                raise Refused(
-                    f"{self.address(path)}: the server does not serve ranges of bytes (status {answer.status_code})"
-                )
+        headers |= self._headers
+        with self._system.open(address, block_size=0, size=length, headers=headers) as file:
             try:
-                pieces.extend(answer.iter_content(CHUNK))
-            except requests.RequestException:
+                while piece := file.read(CHUNK):
+                    pieces.append(piece)
+            except Exception:
                 if not pieces:
                     raise
-        return b"".join(pieces)  # what came before the connection broke need not come again
+        return b"".join(pieces)
 
     def address(self, path: str) -> str:
+        """The URL of a file."""
         return self.root + quote(path)
 
     def _size(self, link: str) -> int:
-        answer = self._get(link, method="HEAD", headers={"Accept-Encoding": "identity"})
-        if "Content-Length" not in answer.headers:
+        try:
+            size = self._system.info(link)["size"]
+        except FileNotFoundError as error:  # for any failure: what it was is behind it
+            raise error.__cause__ or error from None
+        if size is None:
             raise Refused(f"{link}: the server does not tell its size")
-        return int(answer.headers["Content-Length"])
-
-    def _get(self, address: str, method: str = "GET", **options: Any) -> requests.Response:
-        if not hasattr(
-            self._local, "session"
-        ):  # sessions keep connections open, and belong to one thread
-            self._local.session = requests.Session()
-        answer = self._local.session.request(
-            method, address, timeout=self._timeout, allow_redirects=True, **options
-        )
-        if 400 <= answer.status_code < 500 and answer.status_code not in TRY_LATER:
-            raise Refused(f"{address}: status {answer.status_code} {answer.reason}")
-        answer.raise_for_status()
-        return answer
+        return size
 
 
 class Hub(Web):
-    """A folder of a data set on the Hugging Face hub, `hf://datasets/OWNER/NAME/FOLDER`, at one revision.
+    """A folder of a data set of the hub, `hf://datasets/OWNER/NAME/FOLDER`, at one revision.
 
     A branch, or none, is resolved to the commit that is the newest when the files are listed.
+    huggingface_hub's file system lists them; their bytes come over https as those of any server:
+    its own reads have a timeout and tries that no setting of ours reaches, sleep through a stop,
+    and lose what came before a connection broke.
     """
 
     def __init__(self, root: str, timeout: float):
-        from huggingface_hub import HfApi, get_token, hf_hub_url
+        from huggingface_hub import HfApi, HfFileSystem, get_token, hf_hub_url
 
         super().__init__(root, timeout)
-        kind, owner, name, *folder = (
-            urlsplit(root).netloc,
-            *urlsplit(root).path.strip("/").split("/"),
-        )
+        kind, owner, name, *folder = [*root.partition("://")[2].strip("/").split("/"), "", ""]
         if kind != "datasets" or not name:
             raise DataError(
                 f"data.root={root}: no data set of the hub; write hf://datasets/OWNER/NAME/FOLDER"
             )
-        endpoint = os.environ.get("HF_ENDPOINT") or None
-        self._api, self._repository, self._folder = (
-            HfApi(endpoint=endpoint),
-            f"{owner}/{name}",
-            "/".join(folder),
-        )
+        endpoint, token = os.environ.get("HF_ENDPOINT") or None, get_token()
+        self._repository, self._folder = f"{owner}/{name}", "/".join(folder).strip("/")
+        self._tree = HfFileSystem(endpoint=endpoint)
+        self._info = partial(HfApi(endpoint=endpoint).dataset_info, timeout=timeout)
         self._url = partial(hf_hub_url, self._repository, repo_type="dataset", endpoint=endpoint)
-        token = get_token()
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     def files(self) -> list[File]:
-        if self.revision is None or len(self.revision) != 40:
-            self.revision = self._api.dataset_info(
-                self._repository, revision=self.revision, timeout=self._timeout
-            ).sha
-        from huggingface_hub.hf_api import RepoFile
+        from huggingface_hub.errors import HfHubHTTPError
 
-        tree = self._api.list_repo_tree(
-            self._repository,
-            self._folder or None,
-            recursive=True,
-            revision=self.revision,
-            repo_type="dataset",
-        )
-        begin = len(self._folder) + 1 if self._folder else 0
-        found = [
-            File(entry.path[begin:], entry.size) for entry in tree if isinstance(entry, RepoFile)
-        ]
-        return _sorted([file for file in found if file.path.endswith(ENDING)])
+        try:
+            if self.revision is None or len(self.revision) != 40:
+                self.revision = self._info(self._repository, revision=self.revision).sha
+            place = f"datasets/{self._repository}@{self.revision}/{self._folder}".rstrip("/")
+            found: Any = self._tree.find(place, detail=True)
+            return self._below(place, found)
+        except HfHubHTTPError as error:
+            answer = error.response
+            _judge(str(error).partition("\n")[0], answer.status_code, answer.headers)
+            raise
 
     def address(self, path: str) -> str:
         return self._url(f"{self._folder}/{path}".lstrip("/"), revision=self.revision)
 
-    def _get(self, address: str, method: str = "GET", **options: Any) -> requests.Response:
-        headers = self._headers | options.pop("headers", {})
-        return super()._get(address, method, headers=headers, **options)
-
-
-class Fsspec:
-    """Any other prefix, such as s3://BUCKET/FOLDER, by the file system that fsspec has for it."""
-
-    revision: str | None = None
-
-    def __init__(self, root: str, timeout: float):
-        import fsspec
-
-        protocol = root.partition("://")[0]
-        patience = {
-            "connect_timeout": timeout,
-            "read_timeout": timeout,
-            "retries": {"max_attempts": 1},
-        }
-        options = {"config_kwargs": patience} if protocol in ("s3", "s3a") else {}
-        try:
-            self._system = fsspec.filesystem(protocol, **options)
-        except (ImportError, ValueError) as error:
-            raise DataError(
-                f"data.root={root}: {error}; install the file system of {protocol}:// (pip install lrattnres[s3] for s3), or "
-                "write a folder or an http(s):// prefix"
-            ) from error
-        self.root, self._path = root, self._system._strip_protocol(root).rstrip("/")
-
-    def files(self) -> list[File]:
-        found = self._system.find(self._path, detail=True)
-        files = [
-            File(name[len(self._path) + 1 :], entry["size"])
-            for name, entry in found.items()
-            if name.endswith(ENDING)
-        ]
-        return _sorted(files)
-
-    def read(self, path: str, start: int, length: int) -> bytes:
-        return self._system.cat_file(f"{self._path}/{path}", start=start, end=start + length)
-
 
 class Patient:
-    """A store whose reads are tried again. Raises UnreadableError once all tries are used, DataError for a refusal."""
+    """A store whose reads are tried again."""
 
-    def __init__(self, store: Store, retries: int):
-        self._store, self._retries, self.root = store, retries, store.root
+    def __init__(self, store: Store, *, timeout: float, retries: int):
+        """`retries`: further tries of a read, each of which may take `timeout` seconds."""
+        self._store, self._retries = store, retries
+        self.root, self.local = store.root, store.local
+        self._patience = (retries + 1) * timeout + sum(map(_pause_before, range(1, retries + 1)))
 
     @property
     def revision(self) -> str | None:
+        """The commit of the hub; None elsewhere."""
         return self._store.revision
 
     def files(self) -> list[File]:
-        found = self._tried(self._store.files, self.root)
-        if not found:
+        """Every parquet file below the root, sorted by relative path, but for hidden ones.
+
+        A warning says how many were left out since a part of their path begins with a dot or an
+        underscore: what notebooks, git and other writers keep there are copies and leftovers.
+
+        Raises:
+            UnreadableError: the store refuses, or fails after all tries.
+            DataError: there is no parquet file.
+        """
+        found = sorted(self._tried(self._store.files, self.root), key=lambda file: file.path)
+        kept = [file for file in found if not hidden(file.path)]
+        warn_hidden(self.root, [file.path for file in found if hidden(file.path)])
+        if not kept:
             raise DataError(f"data.root={self.root}: holds no file that ends with {ENDING}")
-        return found
+        return kept
 
     def read(self, path: str, start: int, length: int) -> bytes:
-        """Exactly `length` bytes."""
+        """Exactly `length` bytes from `start` of the file `path`.
+
+        Raises:
+            UnreadableError: the store refuses, or fails after all tries.
+            StoppedError: the pool of this thread was stopped.
+        """
         place = f"{self.root.rstrip('/')}/{path}"
         pieces, missing = list[bytes](), length
 
@@ -276,9 +302,9 @@ class Patient:
         return b"".join(pieces)
 
     def _tried(self, read: Callable[[], T], place: str) -> T:
-        begin = time.monotonic()
-        for number in range(self._retries + 1):
-            _pause(min(LONGEST_PAUSE, 2.0 ** (number - 1)) if number else 0.0)
+        begin, wait = time.monotonic(), 0.0
+        for tried in range(1, self._retries + 2):
+            _pause(wait)
             try:
                 return read()
             except Refused as refusal:
@@ -286,16 +312,24 @@ class Patient:
             except DataError:
                 raise
             except Exception as error:  # each library has its own for a network that fails
-                fault = error
+                last = error
+            asked = last.seconds if isinstance(last, Later) else 0.0
+            wait = max(_pause_before(tried), asked)
+            if time.monotonic() - begin + asked > self._patience:
+                break  # the server wants to be left alone for longer than we may try
+        said = str(last) or repr(last.__cause__)
         raise UnreadableError(
-            f"{place}: unreadable after {self._retries + 1} tries in {time.monotonic() - begin:.0f} s, the last one: "
-            f"{type(fault).__name__}: {fault}; data.retries and data.timeout give it longer, data.skip_unreadable=true "
-            "passes over what stays unreadable"
-        ) from fault
+            f"{place}: unreadable after {tried} tries in {time.monotonic() - begin:.0f} s, the last "
+            f"one: {type(last).__name__}: {said}; data.retries and data.timeout give it longer, "
+            "data.skip_unreadable=true passes over what stays unreadable"
+        ) from last
 
 
 class ReadingPool(ThreadPoolExecutor):
-    """Threads that give up what they read when the pool is stopped: else a process could not end before its last try."""
+    """Threads that give up what they read when the pool is stopped.
+
+    Else a process could not end before its last try.
+    """
 
     def __init__(self, threads: int):
         self._stopped = threading.Event()
@@ -311,6 +345,7 @@ class RangeFile(io.RawIOBase):
     """A file of a store, as Arrow reads it."""
 
     def __init__(self, store: Patient, path: str, size: int):
+        """`size`: the bytes that the file had when it was listed."""
         super().__init__()
         self._store, self._path, self._size, self._position = store, path, size, 0
 
@@ -321,9 +356,8 @@ class RangeFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._position = (
-            offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
-        )
+        origins = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}
+        self._position = offset + origins[whence]
         return self._position
 
     def tell(self) -> int:
@@ -344,8 +378,13 @@ def _heed(stopped: threading.Event) -> None:
     _here.stopped = stopped
 
 
+def _pause_before(retry: int) -> float:
+    """Seconds: 1, 2, 4 … before the first, second, third further try."""
+    return min(LONGEST_PAUSE, 2.0 ** (retry - 1))
+
+
 def _pause(seconds: float) -> None:
-    """Waits, but not on when the pool of this thread is stopped: nobody waits for its answer then."""
+    """Waits, unless the pool of this thread is stopped: nobody waits for its answer then."""
     if not hasattr(_here, "stopped"):
         time.sleep(seconds)
     elif _here.stopped.wait(seconds):
@@ -354,6 +393,7 @@ def _pause(seconds: float) -> None:
 
 STORES: dict[str, Callable[[str, float], Store]] = {
     "": Folder,
+    "file": Folder,
     "http": Web,
     "https": Web,
     "hf": Hub,
@@ -361,12 +401,62 @@ STORES: dict[str, Callable[[str, float], Store]] = {
 
 
 def open_store(root: str, *, timeout: float, retries: int, revision: str | None = None) -> Patient:
-    """The store of `root`. Nothing is read yet."""
+    """The store of `data.root`. Nothing is read yet.
+
+    Args:
+        root: a folder, or a prefix PROTOCOL://…
+        timeout: seconds without an answer after which a read is tried again.
+        retries: further tries of a read.
+        revision: commit or branch of the hub; None: the newest.
+
+    Raises:
+        DataError: the prefix is none that can be read here.
+    """
     protocol = root.partition("://")[0] if "://" in root else ""
-    store = STORES.get(protocol, Fsspec)(root, timeout)
+    store = STORES.get(protocol, Store)(root, timeout)
     if revision is not None:
         store.revision = revision
-    return Patient(store, retries)
+    return Patient(store, timeout=timeout, retries=retries)
+
+
+async def _judged(answer: ClientResponse) -> None:
+    """Called by aiohttp for every answer, before its body is read."""
+    place, asked = str(answer.url), answer.request_info.headers.get("Range")
+    try:
+        _judge(f"{place}: status {answer.status} {answer.reason}", answer.status, answer.headers)
+        given = answer.headers.get("Content-Range", "").replace(" ", "=", 1)
+        if asked and answer.status != 206:
+            raise Refused(
+                f"{place}: the server does not serve ranges of bytes (status {answer.status})"
+            )
+        if asked and not given.startswith(asked.partition("-")[0] + "-"):
+            raise Refused(
+                f"{place}: {given or 'no Content-Range'} came where {asked} was asked for"
+            )
+    except BaseException:
+        answer.close()
+        raise
+
+
+def _judge(message: str, status: int, headers: Mapping[str, str]) -> None:
+    """Raises Refused or Later for a status that stands for one."""
+    if status in TRY_LATER or status >= 500:
+        raise Later(message, _seconds(headers.get("Retry-After")))
+    if status >= 400:
+        raise Refused(message)
+
+
+def _seconds(retry_after: str | None) -> float:
+    """What the header Retry-After asks for: a number of seconds, or a date."""
+    if retry_after is None:
+        return 0.0
+    if retry_after.strip().isdigit():
+        return float(retry_after)
+    try:
+        moment = parsedate_to_datetime(retry_after)
+    except ValueError:
+        return 0.0
+    return max(0.0, moment.timestamp() - time.time())
 
 
 class _Links(HTMLParser):
@@ -379,7 +469,3 @@ class _Links(HTMLParser):
         self.found += [
             value for name, value in attributes if tag == "a" and name == "href" and value
         ]
-
-
-def _sorted(files: list[File]) -> list[File]:
-    return sorted(files, key=lambda file: file.path)

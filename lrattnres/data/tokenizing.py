@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from lrattnres.config import TokenizeConfig
 from lrattnres.data.corpora import open_corpus
-from lrattnres.data.documents import Corpus, EncodedCorpus
+from lrattnres.data.documents import Corpus, Counts, EncodedCorpus
 from lrattnres.data.errors import DataError
 from lrattnres.data.shards import FORMAT, INDEX, Entry, Shard, write_shard
 from lrattnres.data.tokenizers import build_tokenizer
@@ -31,7 +31,7 @@ PLAN = "plan.json"
 
 
 class Report(NamedTuple):
-    """What a folder of shards holds: `seconds` and `written` tokens are those of this call."""
+    """What a folder of shards holds; `written` tokens and `seconds` are those of this call."""
 
     shards: int
     documents: int
@@ -43,8 +43,11 @@ class Report(NamedTuple):
 def tokenize_corpus(config: TokenizeConfig) -> Report:
     """Writes the shards of `config.data` to the folder `config.out`, and its index last.
 
-    A folder that an earlier call left unfinished is continued; one of another corpus, tokenizer or shard size is refused.
-    Raises DataError.
+    A folder that an earlier call left unfinished is continued.
+
+    Raises:
+        DataError: the corpus cannot be had, has no document, or changes meanwhile; or the folder
+            holds shards of another corpus, tokenizer or shard size.
     """
     out = Path(config.out).expanduser()
     corpus, tokenizer = open_corpus(config.data), build_tokenizer(config.tokenizer)
@@ -70,6 +73,14 @@ def tokenize_corpus(config: TokenizeConfig) -> Report:
         )
         with bar:
             entries, written = _write_all(config, out, corpus, runs, plan, bar)
+        shards = [Shard(out / entry.name) for entry in entries]
+        documents = sum(int((np.diff(shard.offsets) > 0).sum()) for shard in shards)
+        if not documents:
+            counts = Counts.sum(Counts.of(corpus.group(n), 0.0) for n in range(len(corpus.rows)))
+            raise DataError(
+                f"data.root={config.data.root}: no document to tokenize: {counts}; write a smaller "
+                "data.min_score, or another corpus"
+            )
         for path in out.glob("shard_*.tokens"):  # read ahead of a token budget
             if path.name not in {entry.name for entry in entries}:
                 path.unlink()
@@ -78,7 +89,6 @@ def tokenize_corpus(config: TokenizeConfig) -> Report:
             plan | {"listing": corpus.listing, "shards": [asdict(entry) for entry in entries]},
         )
     seconds = time.monotonic() - begin
-    documents = sum(int((np.diff(Shard(out / entry.name).offsets) > 0).sum()) for entry in entries)
     return Report(len(entries), documents, sum(entry.tokens for entry in entries), written, seconds)
 
 
@@ -101,7 +111,7 @@ def _write_all(
     plan: dict[str, Any],
     bar: tqdm[Any],
 ) -> tuple[list[Entry], int]:
-    """The shards in order until they hold `max_tokens`, and the tokens that were written by this call."""
+    """The shards in order until they hold `max_tokens`, and the tokens this call wrote."""
     begin, entries, written, budget = time.monotonic(), list[Entry](), 0, config.data.max_tokens
     waiting: deque[tuple[range, bool, Future[Entry]]] = deque()
     pending = iter(enumerate(runs))
@@ -129,7 +139,8 @@ def _write_all(
                 bar.set_postfix_str(f"{written / (time.monotonic() - begin):,.0f} tokens/s")
         except BrokenProcessPool as error:
             raise DataError(
-                f"{out}: a worker was killed, for want of memory perhaps; the same command continues"
+                f"{out}: a worker was killed, for want of memory perhaps; the same command "
+                "continues"
             ) from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
@@ -141,11 +152,12 @@ _worker: EncodedCorpus | None = None
 
 def _open_worker(config: TokenizeConfig, listing: dict[str, Any] | None) -> None:
     global _worker
-    _worker = EncodedCorpus(open_corpus(config.data, listing), build_tokenizer(config.tokenizer))
+    corpus = open_corpus(config.data, listing, fresh=True)
+    _worker = EncodedCorpus(corpus, build_tokenizer(config.tokenizer))
 
 
 def _work(path: Path, groups: range, plan: dict[str, Any]) -> Entry:
-    """One shard, in a worker. Raises DataError where the corpus is not the one that the plan is of."""
+    """One shard, in a worker. Raises DataError where the corpus is not that of the plan."""
     assert _worker is not None
     if _worker.fingerprint != plan["source"]:
         raise DataError(
@@ -178,7 +190,7 @@ def _done(entry: Entry) -> Future[Entry]:
 
 
 def _continue(out: Path, plan: dict[str, Any]) -> None:
-    """Writes the plan to a new folder; compares it in an old one, and clears away what a killed process left."""
+    """Writes the plan to a new folder; compares it in an old one, and clears what was left there."""
     path = out / PLAN
     if path.exists():
         before = json.loads(path.read_bytes())
@@ -189,7 +201,8 @@ def _continue(out: Path, plan: dict[str, Any]) -> None:
         ]
         if changed:
             raise DataError(
-                f"out={out}: holds shards of something else ({'; '.join(changed)}); write another folder"
+                f"out={out}: holds shards of something else ({'; '.join(changed)}); write another "
+                "folder"
             )
     elif any(out.glob("shard_*")):
         raise DataError(f"out={out}: holds shards, but no {PLAN}; write another folder")

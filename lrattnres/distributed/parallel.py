@@ -1,9 +1,10 @@
-"""From one model to many ranks, in one order: compilation, then activation checkpointing, then shards.
+"""From one model to many ranks: compilation, then activation checkpointing, then shards.
 
-`none` is one process. `fsdp` shards every weight, gradient and moment over all ranks; `hsdp` shards over groups of
-`shard_degree` ranks and replicates the groups; `ddp` is `hsdp` with shards of the whole. All are FSDP2's `fully_shard`
-on a device mesh. The router's methods are called, not its `forward`, so it stays in the root unit; the others are
-embedding, pairs of sub-layers (attention, MLP), and head: no `Depth` crosses a boundary.
+`none` is one process. `fsdp` shards every weight, gradient and moment over all ranks; `hsdp` shards
+over `shard_degree` ranks and replicates these sets of ranks; `ddp` is `hsdp` with shards of the
+whole. All are FSDP2's `fully_shard` on a device mesh. The router's methods are called, not its
+`forward`, so it stays in the root unit; the others are embedding, pairs of sub-layers (attention,
+MLP), and head: no `Depth` crosses a boundary.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ class Parallel:
 
 
 def start_parallel(config: TrainConfig) -> Parallel:
-    """Connects the ranks that torchrun or SLURM started and lays the mesh over them; alone, there is nothing to do."""
+    """Connects the ranks that torchrun or SLURM started and lays the mesh over them. Collective.
+
+    For a process alone there is nothing to do.
+    """
     device = resolve_device(config.device).type
     ranks = start_ranks(device, config.parallel.timeout)
     mode = mode_of(config, ranks.world)
@@ -64,8 +68,17 @@ def mesh_shape(mode: ParallelMode, world: int, shard_degree: int | None) -> tupl
 
 
 def parallelize(model: Transformer, config: TrainConfig, parallel: Parallel) -> None:
-    """In place, before there are weights; parameters keep their names. Gradients are summed over ranks, not averaged."""
-    # Regions are compiled before they are wrapped: equal sub-layers then share their code, and a checkpoint runs it twice.
+    """Compiles, recomputes and shards a model as the settings say, in place.
+
+    Parameters keep their names. Gradients are summed over ranks, not averaged.
+
+    Args:
+        model: On the meta device, before there are weights.
+        config: Its `compile`, `ac` and `parallel` count.
+        parallel: The ranks and their mesh.
+    """
+    # Regions are compiled before they are wrapped: equal sub-layers then share their code, and a
+    # checkpoint runs it twice.
     COMPILE_MODES[config.compile](model)
     AC_MODES[config.ac](model)
     if parallel.mesh is not None:
@@ -78,18 +91,18 @@ def _recompute(function: Callable[..., object]) -> Callable[..., object]:
 
 
 def _selective(model: Transformer) -> None:
-    """What the depth reads saved stays: sources, reads, and whatever their kernels keep. Sub-layers are recomputed."""
+    """Sub-layers are recomputed; what the depth reads saved stays: sources, reads, kernels' own."""
     for sublayer in model.sublayers:
         sublayer.forward = _recompute(sublayer.forward)
 
 
 def _full(model: Transformer) -> None:
     """Only the sources and what each site reads stay; sub-layers, writes and the arithmetic of reads are recomputed."""
-    model.step = _recompute(model.step)  # type: ignore[method-assign,assignment]
+    model.step = _recompute(model.step)  # type: ignore[method-assign]
 
 
 def _compile_regions(model: Transformer) -> None:
-    """Their `forward` alone: the hooks that gather and free shards run around the compiled code, not inside it."""
+    """Their `forward` alone: the hooks that gather and free shards stay outside of the code."""
     for sublayer in model.sublayers:
         sublayer.forward = torch.compile(sublayer.forward, fullgraph=True)
 
@@ -107,8 +120,9 @@ COMPILE_MODES: dict[Compile, Callable[[Transformer], None]] = {
 
 
 def _shard(model: Transformer, config: TrainConfig, mesh: DeviceMesh) -> None:
-    # Sub-layers and head compute in `dtype`, so gathering them in it loses nothing. Embedding and router do not: their
-    # gradients sum over tokens in float32, as in one process. Inputs are left alone: rotary angles stay float32.
+    # Sub-layers and head compute in `dtype`, so gathering them in it loses nothing. Embedding and
+    # router do not: their gradients sum over tokens in float32, as in one process. Inputs are left
+    # alone: rotary angles stay float32.
     half = MixedPrecisionPolicy(
         param_dtype=model.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
@@ -130,7 +144,7 @@ def _shard(model: Transformer, config: TrainConfig, mesh: DeviceMesh) -> None:
 
 
 def _prefetch(units: list[torch.nn.Module], ahead: int) -> None:
-    """Each unit asks for the next `ahead` ones, in the order of the forward and of the backward pass."""
+    """Each unit asks for the next `ahead` ones, in the order of either pass."""
     for order, name in (
         (units, "set_modules_to_forward_prefetch"),
         (units[::-1], "set_modules_to_backward_prefetch"),

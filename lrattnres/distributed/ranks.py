@@ -5,12 +5,9 @@ Counts, flags and decisions go over gloo on the host, so that none of them waits
 
 from __future__ import annotations
 
-import contextlib
 import os
-import threading
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
 from typing import Any, TypeVar
@@ -18,94 +15,132 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from lrattnres.distributed.liveness import Liveness
+
 T = TypeVar("T")
-BEAT = 0.5  # seconds between two signs of life of a rank
-PATIENCE = timedelta(days=7)
-SILENCE = 3.0  # seconds without one after which a rank counts as gone
+CPU = torch.device("cpu")
+# Seconds, for work that may take hours on some ranks; a process that dies over it is noticed.
+PATIENCE = 7 * 24 * 3600.0
 
 
-class Elsewhere(Exception):
-    """Another rank failed, and has said why; this one stops with it."""
+class RankError(Exception):
+    """What went wrong on another rank, which tells it to the user; `str` has rank and reason."""
 
 
-@dataclass
+class SharedError(BaseException):
+    """What all ranks raise, with the same class and the same words, if one of them does.
+
+    A class that derives from it and from Exception, or KeyboardInterrupt, is made from its words
+    alone.
+    """
+
+
+@dataclass(eq=False)
 class Ranks:
-    """One process (`rank`) of `world`, number `local` on its machine. The defaults are a process alone."""
+    """All the processes of a job, as one of them sees them. The defaults are a process alone.
+
+    Whatever is said to be collective must be called by all ranks, in the same order.
+
+    Args:
+        rank: Number of this process, from 0.
+        world: How many there are.
+        local: Number of this process on its machine.
+        process_group: Over which they talk; None is the default one of torch.
+        liveness: Their signs of life; None for a process alone.
+    """
 
     rank: int = 0
     world: int = 1
     local: int = 0
-    step: int = 0  # told to the others, so that they can say how far a lost rank had come
-    store: Store | None = None
+    process_group: ProcessGroup | None = None
+    liveness: Liveness | None = None
 
     @property
     def first(self) -> bool:
         """Whether this is rank 0, which alone writes and speaks."""
         return self.rank == 0
 
+    def apart(self, timeout: float) -> Ranks:
+        """The same ranks, who talk over gloo in a process group of their own. Collective.
+
+        What they say there does not mix with what goes on in the default process group, so that it
+        can be said from another thread.
+
+        Args:
+            timeout: Seconds after which a rank that does not answer is given up.
+        """
+        return self if self.world == 1 else _apart(self, timeout)
+
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over ranks, in place; integers wrap around."""
+        """Adds `values` of any shape over the ranks, in place; integers wrap around. Collective."""
         if self.world > 1:
-            distributed.all_reduce(values)
+            distributed.all_reduce(values, group=self.process_group)
         return values
 
     def largest(self, values: Tensor) -> Tensor:
-        """The element-wise maximum over ranks, in place."""
+        """Takes the element-wise maximum of `values` over the ranks, in place. Collective."""
         if self.world > 1:
-            distributed.all_reduce(values, distributed.ReduceOp.MAX)
+            distributed.all_reduce(values, distributed.ReduceOp.MAX, group=self.process_group)
         return values
 
-    def gather(self, values: Tensor, group: ProcessGroup | None = None) -> Tensor:
-        """[world, ...]: the equally shaped values of all ranks. group: all of them, with a timeout of its own."""
+    def gather(self, values: Tensor) -> Tensor:
+        """[world, ...]: the values of all ranks, of one shape and dtype. Collective."""
         if self.world == 1:
             return values.unsqueeze(0)
         parts = [torch.empty_like(values) for _ in range(self.world)]
-        distributed.all_gather(parts, values.contiguous(), group=group)
+        distributed.all_gather(parts, values.contiguous(), group=self.process_group)
         return torch.stack(parts)
 
-    def together(self, action: Callable[[], T], group: ProcessGroup | None = None) -> T:
-        """action() on every rank; none goes on before all are through. If it fails on any, all raise: their own exception,
-        or Elsewhere. group: see `gather`.
+    def all_succeed(self, action: Callable[[], T]) -> T:
+        """action() on every rank; none goes on before all are through. Collective.
+
+        Returns:
+            What it returned on this rank.
+
+        Raises:
+            RankError: It failed on another rank. If it failed on several, the first of them counts.
+            SharedError: It raised one on any rank.
+            Exception: Its own, on the first rank on which it failed.
         """
         if self.world == 1:
             return action()
-        fault: Exception | None = None
+        own: BaseException | None = None
         try:
             value = action()
-        except Exception as own:
-            fault = own
-        failed = self.gather(torch.tensor(fault is not None), group).tolist()
-        if fault is not None:
-            raise fault
-        if any(failed):
-            raise Elsewhere(
-                f"rank {failed.index(True)} failed, and said why; rank {self.rank} stops with it"
-            )
+        except BaseException as error:  # an interrupt is told to the others too
+            own = error
+        told = own
+        try:
+            failed = self.gather(torch.tensor(own is not None)).tolist()
+            if any(failed):
+                told = self._told(own, failed.index(True))
+        except RuntimeError:
+            if own is None:  # an error of its own counts more than that the others are gone
+                raise
+        if told is not None:
+            raise told
         return value
 
+    def collect(self, action: Callable[[], T]) -> list[T]:
+        """As `all_succeed`, but returns what each rank returned, by pickle. Collective."""
+        value = self.all_succeed(action)
+        if self.world == 1:
+            return [value]
+        values: list[Any] = [None] * self.world
+        distributed.all_gather_object(values, value, group=self.process_group)
+        return values
+
     def of_first(self, action: Callable[[], T]) -> T:
-        """action() on rank 0 alone; every rank gets what it returned, or raises as `together` does."""
-        box = [self.together(lambda: action() if self.first else None)]
-        if self.world > 1:
-            distributed.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        """action() on rank 0 alone; all ranks return its value, or raise as above. Collective."""
+        box = [self.all_succeed(lambda: action() if self.first else None)]
+        self._broadcast(box, 0)
         return box[0]  # type: ignore[return-value]
 
-    def patiently(self, action: Callable[[], T]) -> T:
-        """`together` for work that may take hours on some ranks; a process that dies over it is noticed all the same."""
-        return self.together(
-            action,
-            distributed.new_group(backend="gloo", timeout=PATIENCE) if self.world > 1 else None,
-        )
-
     def differing(self, values: dict[str, Any]) -> list[str]:
-        """A line "key=… on rank 0, … on rank N" for each key whose value is not the same everywhere; the same on all."""
-        if self.world == 1:
-            return []
-        everyone: list[Any] = [None] * self.world
-        distributed.all_gather_object(everyone, values)
+        """A line for each key whose value is not the same on all ranks. Collective."""
+        everyone = self.collect(lambda: values)
         lines = []
         for key, expected in everyone[0].items():
             other = next(
@@ -117,42 +152,38 @@ class Ranks:
                 )
         return lines
 
-    def lost(self) -> str | None:
-        """After a failed collective: which ranks give no more signs of life, and the step they were in; the same
-        sentence on every rank. None if all of them live: then the network, or the slowest of them, is to blame.
-        """
-        if self.store is None:
-            return None
-        try:
-            before = self._beats()
-            time.sleep(SILENCE)
-            gone = [
-                rank
-                for rank, beat in self._beats().items()
-                if beat == before[rank] and rank != self.rank
-            ]
-            if not gone:
-                return None
-            names = ", ".join(f"rank {rank} (in step {before[rank].split()[1]})" for rank in gone)
-            # Whoever finds out first is right: those who leave because of it fall silent too.
-            return self.store.compare_set("lost", "", names).decode()
-        except RuntimeError:
-            return "the machine of the rendezvous"
+    def words(self, error: BaseException) -> str:
+        """How an error of this rank is told: with the rank, if there are several."""
+        if isinstance(error, RankError | SharedError) or self.world == 1:
+            return str(error)
+        return f"rank {self.rank}: {str(error) or type(error).__name__}"
 
-    def _beats(self) -> dict[int, str]:
-        assert self.store is not None
-        return {rank: self.store.get(f"beat/{rank}").decode() for rank in range(self.world)}
+    def _told(self, own: BaseException | None, failed: int) -> BaseException:
+        """What this rank raises where rank `failed` is the first on which something went wrong."""
+        box: list[Any] = [None]
+        if own is not None and self.rank == failed:
+            box = [(type(own) if isinstance(own, SharedError) else RankError, self.words(own))]
+        self._broadcast(box, failed)
+        if own is not None and (self.rank == failed or not isinstance(own, Exception)):
+            return own
+        kind, words = box[0]
+        told: BaseException = kind(words)
+        told.__cause__ = own
+        return told
 
-    def _beat(self, store: Store) -> None:
-        """The life of a thread: until the process, or the store, has gone."""
-        with contextlib.suppress(RuntimeError):
-            for count in range(2**62):
-                store.set(f"beat/{self.rank}", f"{count} {self.step}")
-                time.sleep(BEAT)
+    def _broadcast(self, box: list[Any], source: int) -> None:
+        if self.world > 1:
+            distributed.broadcast_object_list(box, src=source, group=self.process_group, device=CPU)
+
+
+@cache  # the runs of a sweep share it
+def _apart(ranks: Ranks, timeout: float) -> Ranks:
+    limit = timedelta(seconds=timeout)
+    return replace(ranks, process_group=distributed.new_group(backend="gloo", timeout=limit))
 
 
 def placement() -> tuple[int, int, int]:
-    """(rank, world, local rank) as torchrun, or submitit inside a SLURM job, say; (0, 1, 0) for a process alone."""
+    """(rank, world, local rank) as torchrun, or submitit in a SLURM job, says; (0, 1, 0) alone."""
     if "RANK" not in os.environ and os.environ.get("SUBMITIT_EXECUTOR") == "slurm":
         from submitit.helpers import TorchDistributedEnvironment
 
@@ -164,11 +195,13 @@ def placement() -> tuple[int, int, int]:
     return rank, world, local
 
 
-@cache  # runs of one sweep share the group
+@cache  # the runs of a sweep share it
 def start_ranks(device: str, timeout: float) -> Ranks:
-    """The ranks of this job, connected: gloo on the host and NCCL between GPUs (`device` "cuda").
+    """Connects the ranks of this job, as `placement` has them. Collective.
 
-    A collective that takes longer than `timeout` seconds fails.
+    Args:
+        device: "cpu" for gloo alone, "cuda" for gloo on the host and NCCL between GPUs.
+        timeout: Seconds after which a collective fails.
     """
     rank, world, local = placement()
     if device == "cuda":
@@ -179,26 +212,24 @@ def start_ranks(device: str, timeout: float) -> Ranks:
     limit = timedelta(seconds=timeout)
     store = next(rendezvous("env://", timeout=limit))[0]
     distributed.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
-    ranks = Ranks(rank, world, local, store=PrefixStore("lrattnres", store.clone()))
-    beats = PrefixStore(
-        "lrattnres", store.clone()
-    )  # a connection of its own: one waits for the other
-    threading.Thread(target=ranks._beat, args=(beats,), daemon=True).start()
+    ranks = Ranks(rank, world, local, liveness=Liveness(store, rank, world))
     distributed.barrier()
     return ranks
 
 
-def causes(fault: BaseException | None) -> Iterator[BaseException]:
-    """An exception and what it came from, the nearest first."""
-    while fault is not None:
-        yield fault
-        fault = fault.__cause__ or fault.__context__
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception and what it came from, the nearest first, each once."""
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
 
 
-def network_failed(fault: BaseException | None) -> bool:
-    """Whether an exception comes, at whatever remove, from a collective that could not be completed."""
+def network_failed(error: BaseException | None) -> bool:
+    """Whether an exception comes, in the end, from a collective that could not be completed."""
     return any(
         isinstance(cause, distributed.DistError)
         or (isinstance(cause, RuntimeError) and "gloo/transport" in str(cause))
-        for cause in causes(fault)
+        for cause in causes(error)
     )

@@ -23,7 +23,8 @@ OPERATORS = {
     "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", "input"),
     "_c10d_functional::all_reduce": ("all_reduce", "input"),
 }
-# (bytes given, ranks of the group) -> bytes sent, where every byte takes the shortest way; a ring sends just that.
+# (bytes given, ranks of the group) -> bytes sent, where every byte takes the shortest way; a ring
+# sends just that.
 SENT: dict[str, Callable[[int, int], int]] = {
     "all_gather": lambda size, ranks: size * (ranks - 1),
     "reduce_scatter": lambda size, ranks: size * (ranks - 1) // ranks,
@@ -33,10 +34,15 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
 class Traffic(TorchDispatchMode):
-    """While open, counts in `sent` the bytes that leave this rank for another one, by the kind of collective.
+    """While open, counts the bytes that leave this rank for another one.
 
-    Those of the backward pass count too, and so do the few bytes with which ranks decide together. Raises
-    NotImplementedError for a collective that it cannot count.
+    Those of the backward pass count too, and so do the few bytes with which ranks decide together.
+
+    Attributes:
+        sent: Bytes by the kind of collective.
+
+    Raises:
+        NotImplementedError: A collective comes by that it cannot count.
     """
 
     def __init__(self) -> None:
@@ -52,7 +58,8 @@ class Traffic(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor first turns it into operations and collectives of shards: those come here
+            # DTensor first turns it into operations and collectives of shards: those come here.
+            return NotImplemented
         if function.namespace in ("c10d", "_c10d_functional"):
             self._count(
                 function._schema.name,

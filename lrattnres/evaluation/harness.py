@@ -1,4 +1,4 @@
-"""A model of ours as the language model of lm-evaluation-harness: text in, log-likelihoods or text out.
+"""A model of ours as lm-evaluation-harness wants it: text in, log-likelihoods or text out.
 
 Imported only where tasks are measured: the harness is an extra.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from lm_eval.api.instance import Instance
@@ -16,6 +16,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from lrattnres.data.errors import DataError
+from lrattnres.evaluation.words import Words
 from lrattnres.model.decoder import Decoder
 from lrattnres.model.generate import Generation
 from lrattnres.model.sampling import Sampling
@@ -25,35 +26,30 @@ MOST_GENERATED = 256  # tokens, where a task says nothing: the harness's own num
 Pair = tuple[tuple[str, str], list[int], list[int]]
 
 
-class TaskTokenizer(Protocol):
-    """name: for people; opening: what every text begins with, may be empty; prefix: the token before an empty context;
-    ends: tokens that end a generated text.
+class HarnessModel(TemplateLM):
+    """A model as the harness wants it.
+
+    Batches are padded on the right, where a causal model cannot see, so neither they nor their
+    order change a result.
     """
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def opening(self) -> list[int]: ...
-    @property
-    def prefix(self) -> int: ...
-    @property
-    def ends(self) -> frozenset[int]: ...
-    def encode(self, text: str) -> list[int]:
-        """Without the opening."""
-
-    def decode(self, tokens: list[int]) -> str: ...
-
-
-class HarnessModel(TemplateLM):
-    """Batches are padded on the right, where a causal model cannot see, so neither they nor their order change a result."""
-
-    def __init__(self, model: Transformer, tokenizer: TaskTokenizer, batch: int):
+    def __init__(
+        self, model: Transformer, words: Words, batch: int, unlike_greedy: Sequence[str] = ()
+    ):
+        """
+        Args:
+            model: The model.
+            words: How it reads and writes text.
+            batch: Texts of a forward pass.
+            unlike_greedy: Settings of the model under which its greedy decoding would not be what
+                is done here, as key=value; tasks that generate are refused with them.
+        """
         super().__init__()
-        self.model, self.words, self.batch = model, tokenizer, batch
-        self.context, self.decoder = (
-            model.config.context,
-            Decoder(model, tokenizer.prefix, documents=False),
-        )
+        self.model, self.words, self.batch = model, words, batch
+        self.context = model.config.context
+        self.decoder = Decoder(model, words.prefix, documents=False)
+        self.allowed = words.allowed(model.head.weight.shape[0])
+        self.unlike_greedy = unlike_greedy
 
     @property
     def eot_token_id(self) -> int:
@@ -66,17 +62,19 @@ class HarnessModel(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **options: Any
     ) -> list[int]:
-        return ([] if add_special_tokens is False else self.words.opening) + self.words.encode(
-            string
-        )
+        bare = add_special_tokens is False or self.words.opens_itself(string)
+        return ([] if bare else self.words.opening) + self.words.encode_for_task(string)
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Of whole texts, in nats: every token once, in windows of the model's context."""
+        """Of whole texts, in nats: every token once, in windows of the model's context.
+
+        The opening is no part of a text; the first token follows the prefix.
+        """
         pairs, owners = list[Pair](), list[int]()
         for number, request in enumerate(requests):
-            tokens = self.words.encode(request.args[0])
+            tokens = self.words.encode_for_task(request.args[0])
             for window in get_rolling_token_windows(tokens, self.words.prefix, self.context, 1):
                 pairs.append((("", ""), *make_disjoint_window(window)))
                 owners.append(number)
@@ -95,9 +93,13 @@ class HarnessModel(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """Log-likelihood of each continuation in nats, and whether greedy decoding would write it.
 
-        What is longer than the model's context loses its beginning. Raises DataError for a continuation that does.
+        What is longer than the model's context loses its beginning.
+
+        Raises:
+            DataError: A continuation alone is longer.
         """
         found: dict[int, tuple[float, bool]] = {}
+        allowed = self.allowed.to(self.model.head.weight.device)
         order = sorted(
             range(len(requests)),
             key=lambda number: -len(requests[number][1]) - len(requests[number][2]),
@@ -113,8 +115,8 @@ class HarnessModel(TemplateLM):
                     target = torch.tensor(requests[number][2], device=logits.device)
                     if not 0 < len(target) < len(row):
                         raise DataError(
-                            f"a continuation of {len(target)} tokens: must be between 1 and {self.context}, the context; "
-                            "leave its task out of downstream=[…]"
+                            f"a continuation of {len(target)} tokens: must be between 1 and "
+                            f"{self.context}, the context; leave its task out of downstream=[…]"
                         )
                     scores = (
                         logits[place, len(row) - 1 - len(target) : len(row) - 1]
@@ -122,7 +124,8 @@ class HarnessModel(TemplateLM):
                         .log_softmax(-1)
                     )
                     chosen = scores.gather(-1, target.unsqueeze(-1)).sum(dtype=torch.float64).item()
-                    found[number] = chosen, bool((scores.argmax(-1) == target).all())
+                    likeliest = scores.masked_fill(~allowed, -torch.inf).argmax(-1)
+                    found[number] = chosen, bool((likeliest == target).all())
                     if requests[number][0] != ("", ""):
                         self.cache_hook.add_partial(
                             "loglikelihood", requests[number][0], found[number]
@@ -131,7 +134,16 @@ class HarnessModel(TemplateLM):
         return [found[number] for number in range(len(requests))]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """What greedy decoding writes before the first of the texts in `until`. Raises DataError where a task samples."""
+        """What greedy decoding writes before the first of the texts in `until`.
+
+        Raises:
+            DataError: A task samples, or the model's own settings change what greedy decoding is.
+        """
+        if self.unlike_greedy:
+            raise DataError(
+                f"{'; '.join(self.unlike_greedy)}: not had here, so tasks that generate would get "
+                "other texts; take the setting out of the file, or leave these tasks out"
+            )
         made: dict[int, str] = {}
         alike: dict[tuple[int, tuple[str, ...]], list[int]] = {}
         for number, request in enumerate(requests):
@@ -156,11 +168,15 @@ class HarnessModel(TemplateLM):
 
     def _continue(self, prompts: list[list[int]], length: int, until: Sequence[str]) -> list[str]:
         """The one place that decodes: greedily, each prompt a document."""
-        written, texts = [list[int]() for _ in prompts], [""] * len(prompts)
-        # The cache has room for the whole context where nothing is said, which is dear for a pretrained model.
+        written = [list[int]() for _ in prompts]
+        # Where nothing is said, the cache has room for the whole context, which is dear.
         fits = max(map(len, prompts)) + length <= self.context + 1
         generation = Generation(
-            self.decoder, prompts, Sampling(temperature=0), tokens=length if fits else None
+            self.decoder,
+            prompts,
+            Sampling(temperature=0),
+            tokens=length if fits else None,
+            allowed=self.allowed,
         )
         while generation.rows:
             for number, token in generation.step().items():
@@ -168,9 +184,10 @@ class HarnessModel(TemplateLM):
                     generation.drop([number])
                     continue
                 written[number].append(token)
-                texts[number] = self.words.decode(written[number])
-                if len(written[number]) == length or any(stop in texts[number] for stop in until):
+                text = self.words.decode(written[number])
+                if len(written[number]) == length or any(stop in text for stop in until):
                     generation.drop([number])
+        texts = [self.words.decode(tokens, special=False) for tokens in written]
         return [
             text[: min((text.index(stop) for stop in until if stop in text), default=len(text))]
             for text in texts
@@ -188,7 +205,8 @@ def _limits(options: dict[str, Any]) -> tuple[int, tuple[str, ...]]:
     """Most tokens, and the texts that end one."""
     if options.get("do_sample") or options.get("temperature"):
         raise DataError(
-            f"generation_kwargs={options}: sampling is not had here; write do_sample: false and no temperature"
+            f"generation_kwargs={options}: sampling is not had here; write do_sample: false and "
+            "no temperature"
         )
     names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
     length = next((int(options[name]) for name in names if options.get(name)), MOST_GENERATED)

@@ -15,13 +15,19 @@ from torchmetrics import SumMetric
 from lrattnres.data.packing import IGNORE
 from lrattnres.data.tokenizers import Tokenizer
 from lrattnres.distributed.ranks import Ranks
-from lrattnres.evaluation.loss import window_losses
+from lrattnres.model.loss import window_losses
 from lrattnres.model.transformer import Transformer
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """loss: nats a token; tokens: how many were predicted; bytes: of text they stand for (a separator stands for none)."""
+    """What was measured over held-out tokens.
+
+    Attributes:
+        loss: Nats a token.
+        tokens: How many were predicted.
+        bytes: Of text that they stand for; a separator stands for none.
+    """
 
     loss: float
     tokens: int
@@ -52,12 +58,19 @@ def evaluate(
     ranks: Ranks | None = None,
     pause: Callable[[], None] = lambda: None,
 ) -> HeldOut:
-    """Cross-entropy alone, without z-loss, over windows [B, T+1] whose padding is IGNORE. Sums are float64.
+    """Cross-entropy alone, without z-loss; sums are float64.
 
-    Rank r of W takes batches r, r + W, …; all their sums are then added in the order of the batches, so the result is
-    the same for any number of ranks. All ranks take part in every pass, with padding where the batches run out: the
-    weights of a sharded model are gathered by all of them. `pause` is called before every pass, by all at the same one;
-    what it raises ends the evaluation.
+    Rank r of W takes batches r, r + W, …; all their sums are then added in the order of the
+    batches, so the result is the same for any number of ranks. All ranks take part in every pass,
+    with padding where the batches run out: the weights of a sharded model are gathered by all.
+
+    Args:
+        model: The model.
+        windows: Batches of windows, int64 [B, T+1], whose padding is IGNORE.
+        tokenizer: Knows the separator, and the bytes of each token.
+        documents: Whether attention stays inside a document.
+        ranks: Those that share the windows; None: this process alone.
+        pause: Is called before every pass by all ranks, and may end the evaluation by raising.
     """
     ranks = ranks or Ranks()
     bytes_of = torch.from_numpy(tokenizer.token_bytes)
@@ -74,7 +87,7 @@ def evaluate(
 
 
 def _total(values: Tensor) -> float:
-    """The sum of what every rank holds already, added one after the other: padding at the end changes no digit."""
+    """The sum, added one after the other: padding at the end changes no digit."""
     metric = SumMetric(nan_strategy="disable", sync_on_compute=False).set_dtype(torch.float64)
     for value in values:
         metric.update(value)
@@ -82,7 +95,7 @@ def _total(values: Tensor) -> float:
 
 
 def shares(windows: Iterable[Tensor], ranks: Ranks) -> Iterator[Tensor]:
-    """This rank's batches r, r + W, …; as many on every rank, the last one nothing but padding where they run out."""
+    """This rank's batches r, r + W, …, as many on every rank; padding where they run out."""
     batches = iter(windows)
     while round_ := list(itertools.islice(batches, ranks.world)):
         yield round_[ranks.rank] if ranks.rank < len(round_) else torch.full_like(round_[0], IGNORE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,19 @@ import torch
 from lrattnres.config import TrainConfig
 from lrattnres.config.commands import ExportConfig
 from lrattnres.data.tokenizers import build_tokenizer
-from lrattnres.exchange.folder import CONFIG, TOKENIZER, figures, new_folder, write_model
+from lrattnres.exchange.folder import (
+    TOKENIZER,
+    Exported,
+    ends_of,
+    figures,
+    new_folder,
+    write_model,
+)
+from lrattnres.exchange.source import find_run
 from lrattnres.model.attention import BACKENDS
 from lrattnres.model.transformer import Transformer, build_model
-from lrattnres.runs.files import from_json
-from lrattnres.runs.find import find_checkpoint
+from lrattnres.residual.base import path_of
+from lrattnres.runs.checkpoint import Checkpoint
 from lrattnres.runs.folder import RunFolder
 
 CPU = torch.device("cpu")
@@ -30,32 +39,48 @@ FIGURES = {
 }
 
 
-def export_run(config: ExportConfig) -> Path:
-    """Writes the model of a checkpoint to `config.out`; returns that folder.
+def export_run(config: ExportConfig, say: Callable[[str], None] = print) -> Path:
+    """Writes the model of a checkpoint to `config.out` (see folder.py).
 
-    Raises RunError and CheckpointError as evaluation does, FolderError if something is there already.
+    Args:
+        config: The settings of the command.
+        say: Gets a line for each checkpoint that is passed over.
+
+    Returns:
+        The folder.
+
+    Raises:
+        RunError: `run` is no run folder, or has no checkpoint.
+        CheckpointError: The checkpoint is damaged or not there.
+        FolderError: `out` cannot be made, or has something in it.
     """
-    folder, checkpoint = find_checkpoint(config.run, config.step, print)
-    settings = RunFolder.read_config(folder.path)
-    with new_folder(config.out) as path:
+
+    def weights(checkpoint: Checkpoint | Exported) -> Transformer:
         model = build_model(
             settings.model, seed=None, device=CPU, attention=BACKENDS["sdpa"], dtype=torch.float32
         )
         checkpoint.load({"model": dict(model.state_dict())})
+        return model
+
+    wanted = find_run(config.run, config.step)
+    folder, settings = wanted.folder, RunFolder.read_config(wanted.folder.path)
+    own = Path(settings.tokenizer.path) if settings.tokenizer.path else None
+    with new_folder(config.out) as path:
+        model, checkpoint, passed_over = wanted.take(weights, strict=config.strict, say=say)
         tokenizer = build_tokenizer(settings.tokenizer)
-        own = (
-            Path(settings.tokenizer.path) if settings.tokenizer.path else None
-        )  # of the model that it was made of
-        card = model_card(settings, model, checkpoint.step, figures(folder.path, checkpoint.step))
+        measured = figures(folder.path, checkpoint.step)
         write_model(
             path,
             settings.model,
             model.state_dict(),
-            card,
+            model_card(settings, model, checkpoint.step, measured, passed_over),
             tokenizer=None if own else settings.tokenizer.name.name,
             separator=tokenizer.separator,
-            end=_ends(own, tokenizer.separator),
+            # Training puts the separator between two texts; the model that the tokenizer came from
+            # may end one by others.
+            ends={tokenizer.separator} | (ends_of(own) if own else set()),
             step=checkpoint.step,
+            passed_over=passed_over,
         )
         files = [folder.config_path, folder.identity_path, folder.corpus_path]
         for file in [*files, *(own / name for name in TOKENIZER if own)]:
@@ -64,29 +89,24 @@ def export_run(config: ExportConfig) -> Path:
     return Path(config.out)
 
 
-def _ends(own: Path | None, separator: int) -> int | list[int]:
-    """What ends a text: the separator, which training puts between two, and what the model that the tokenizer came from says."""
-    said = (
-        from_json((own / CONFIG).read_bytes()).get("eos_token_id")
-        if own and (own / CONFIG).exists()
-        else None
-    )
-    ends = {separator, *(said if isinstance(said, list) else [] if said is None else [said])}
-    return separator if ends == {separator} else sorted(ends)
-
-
 def model_card(
-    settings: TrainConfig, model: Transformer, step: int, measured: dict[str, Any]
+    settings: TrainConfig,
+    model: Transformer,
+    step: int,
+    measured: dict[str, Any],
+    passed_over: Sequence[int] = (),
 ) -> str:
-    """The card as Markdown: what the model is, its figures, and how to use it."""
+    """The card as Markdown: what the model is, its figures, and how to use it.
+
+    Args:
+        settings: Those of the run.
+        model: The model.
+        step: The training step of its weights.
+        measured: Figures of that step, by their names in metrics.jsonl.
+        passed_over: Steps of newer checkpoints that were damaged.
+    """
     config = settings.model
-    blocks = f"{config.blocks} blocks" if config.blocks else "every sub-layer a source"
-    keys = f", rank {config.rank}" if config.rank else ""
-    residual = (
-        f"`{config.residual}`, {blocks}{keys}"
-        if model.router.variant.keys
-        else f"`{config.residual}`"
-    )
+    residual = path_of(config).description(config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     rows = [
         ("residual path", residual),
@@ -96,6 +116,8 @@ def model_card(
         ("corpus", f"`{settings.data.corpus.name}`"),
         ("steps", f"{step:,} of {settings.steps:,}"),
     ]
+    if passed_over:
+        rows.append(("newer, damaged checkpoints", ", ".join(map(str, passed_over))))
     rows += [(words, _shown(measured[name])) for name, words in FIGURES.items() if name in measured]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     return f"""---

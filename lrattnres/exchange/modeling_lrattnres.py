@@ -1,6 +1,7 @@
-"""A model of lrattnres behind the interface of transformers; this file lies in every exported folder.
+"""A model of lrattnres behind the interface of transformers; it lies in every exported folder.
 
-`AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True)` imports it, and it imports lrattnres.
+`AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True)` imports this file, which imports
+lrattnres.
 """
 
 from typing import Any
@@ -27,10 +28,11 @@ class LrattnresConfig(PretrainedConfig):
 
 
 class LrattnresForCausalLM(PreTrainedModel, GenerationMixin):
-    """`forward` and `generate`, without a cache: each new token is a forward pass over all there is.
+    """`forward` and `generate`, without a cache: each new token is a pass over all there is.
 
-    A row is one document, and may be padded on the left or on the right, as `attention_mask` says: what a token attends
-    to is then the row without its padding, and rotary positions count only by their differences.
+    A row is one document, and may be padded on the left or on the right, as `attention_mask` says:
+    what a token attends to is then the row without its padding, and rotary positions count only by
+    their differences.
     """
 
     config_class = LrattnresConfig
@@ -40,7 +42,8 @@ class LrattnresForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         if config.lrattnres is None:
             raise ValueError(
-                "config.lrattnres is not there: take the config.json of a folder that lrattnres wrote"
+                "config.lrattnres is not there: take the config.json of a folder that lrattnres "
+                "wrote"
             )
         self.model = Transformer(parse(ModelConfig, config.lrattnres["model"]), BACKENDS["sdpa"])
         self.post_init()
@@ -49,9 +52,10 @@ class LrattnresForCausalLM(PreTrainedModel, GenerationMixin):
         return self.model.embedding
 
     def _init_weights(self, module: torch.nn.Module) -> None:
-        """Called for every module with weights that no file gave; the embedding is the first of them.
+        """Called for every module with weights that no file gave, first for the embedding.
 
-        A model from a configuration alone is drawn as a whole. What a file lacks is no reason to draw it: ValueError.
+        A model from a configuration alone is drawn as a whole. What a file lacks is no reason to
+        draw it: ValueError.
         """
         lacking = [
             name
@@ -74,10 +78,22 @@ class LrattnresForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         return_dict: bool | None = None,
     ) -> CausalLMOutput | tuple[Tensor, ...]:
-        """Logits [B, T, vocabulary] for input_ids [B, T]; with labels [B, T], -100 for none, their mean cross-entropy.
+        """Logits, and the mean cross-entropy of labels.
 
-        Raises ValueError for more tokens than the model's context, for a mask whose ones are not side by side in a row, for
-        positions that do not count them, and for a cache.
+        Args:
+            input_ids: int64 [B, T].
+            attention_mask: [B, T], the ones of a row side by side; None: no padding.
+            position_ids: [B, T], which must count the tokens one by one.
+            labels: int64 [B, T], -100 where there is none.
+            past_key_values: Must be None, as `cache` and `use_cache`: there is no cache.
+            return_dict: False gives a tuple.
+
+        Returns:
+            Logits [B, T, vocabulary], and the loss in nats where labels are given.
+
+        Raises:
+            ValueError: There are more tokens than the model's context, or an argument is not as
+                described.
         """
         context = self.model.config.context
         if past_key_values is not None or cache is not None or use_cache:
@@ -102,11 +118,12 @@ class LrattnresForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 def _contiguous(mask: Tensor) -> Tensor:
-    """The mask [B, T] as document numbers: padding is a document of its own, which no token of the text sees."""
+    """The mask [B, T] as document numbers: padding is a document of its own."""
     numbers = mask.to(torch.int32)
     if mask.dim() != 2 or bool((numbers.diff(dim=1) == 1).sum(1).add(numbers[:, 0]).gt(1).any()):
         raise ValueError(
-            "attention_mask: must be [B, T] with the ones of a row side by side; pad on one side only"
+            "attention_mask: must be [B, T] with the ones of a row side by side; "
+            "pad on one side only"
         )
     return numbers
 

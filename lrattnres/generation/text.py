@@ -3,29 +3,44 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
-from lrattnres.data.tokenizers import Tokenizer
+
+class Spelled(Protocol):
+    """Of `lrattnres.evaluation.words.Words` what is needed here."""
+
+    @property
+    def strips(self) -> bool: ...
+    def spell(self, tokens: Iterable[int]) -> bytes: ...
 
 
 class TextStream:
     """The text of one continuation, up to the first of the `stop` texts.
 
-    Held back are the bytes of a character that is not complete, and characters that may be the beginning of a stop text.
-    Where several stop texts are in the text, the one counts that is complete first (of two that are complete at once, the
-    longer one): so how a text is cut into tokens does not matter. All pieces together are `tokenizer.decode` of the tokens,
-    up to the stop.
+    Held back are the bytes of a character that is not complete, and characters that may be the
+    beginning of a stop text. Where several stop texts are in the text, the one counts that is
+    complete first (of two that are complete at once, the longer one): so how a text is cut into
+    tokens does not matter. All pieces together are the text of the tokens, up to the stop.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
-        self._tokenizer, self._stop = tokenizer, stop
+    def __init__(self, words: Spelled, stop: Sequence[str] = (), *, first: bool = False):
+        """
+        Args:
+            words: Spells tokens as UTF-8.
+            stop: Texts of which each ends the continuation.
+            first: Whether no text stands before it, so that a space that encodings of the
+                SentencePiece family put in front of a whole text is left out.
+        """
+        self._words, self._stop = words, stop
+        self._space = " " if first and words.strips else ""
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
         self.stopped = False
 
     def push(self, token: int) -> str:
         """The text that is certain now and was not before; after a stop, nothing."""
-        return self._advance(self._tokenizer.spell([token]))
+        return self._advance(self._words.spell([token]))
 
     def close(self) -> str:
         """What was held back, now that no token follows."""
@@ -36,7 +51,10 @@ class TextStream:
     def _advance(self, spelled: bytes, final: bool = False) -> str:
         if self.stopped:
             return ""
-        self._held += self._utf8.decode(spelled, final)
+        text = self._utf8.decode(spelled, final)
+        if text:
+            text, self._space = text.removeprefix(self._space), ""
+        self._held += text
         found = [
             (start + len(stop), start)
             for stop in self._stop

@@ -16,13 +16,14 @@ from torch import Tensor
 EPSILON = 2.0**-23
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
+    """x in the type of all arithmetic here: float64 stays, everything else is float32."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def rms_norm(x: Tensor, eps: float = EPSILON) -> Tensor:
     """x·rsqrt(mean(x²) + ε) over the last dimension, without a gain; computed in float32, returned in x's dtype."""
-    return F.rms_norm(_wide(x), x.shape[-1:], eps=eps).to(x.dtype)
+    return F.rms_norm(wide(x), x.shape[-1:], eps=eps).to(x.dtype)
 
 
 class Scoring(NamedTuple):
@@ -59,7 +60,7 @@ def depth_weights(query: Tensor, keys: Sequence[Tensor], scoring: Scoring = PLAI
 def depth_logits(query: Tensor, keys: Sequence[Tensor], scoring: Scoring = PLAIN) -> Tensor:
     """query · RMSNorm(key) of every source: float32 [..., number of sources], as in `depth_weights`."""
     logits, query = [], scoring.split(query)
-    for key in map(_wide, map(scoring.split, keys)):
+    for key in map(wide, map(scoring.split, keys)):
         # The dot product is scaled, not the key: only a scalar a token, and no normalised key is kept.
         scale = (
             torch.rsqrt(torch.linalg.vecdot(key, key) / key.shape[-1] + EPSILON)
@@ -80,15 +81,15 @@ def depth_attention(
 ) -> Tensor:
     """Σ α_i v_i over the sources; values: one [..., d] a source. Returns [..., d] in float32."""
     return scoring.join(
-        _weighted_sum(depth_weights(query, keys, scoring), list(map(scoring.split, values)))
+        weighted_sum(depth_weights(query, keys, scoring), list(map(scoring.split, values)))
     )
 
 
-def _weighted_sum(weights: Tensor, values: Sequence[Tensor]) -> Tensor:
+def weighted_sum(weights: Tensor, values: Sequence[Tensor]) -> Tensor:
     first, *others = weights.unsqueeze(-1).unbind(-2)
-    mixture = first * _wide(values[0])
+    mixture = first * wide(values[0])
     for weight, value in zip(others, values[1:], strict=True):
-        mixture = torch.addcmul(mixture, weight, _wide(value))
+        mixture = torch.addcmul(mixture, weight, wide(value))
     return mixture
 
 
@@ -151,12 +152,10 @@ def read(
     mixed = list(map(scoring.split, values))
     all_logits = torch.cat([logits[0], *(part.stats.unsqueeze(-1) for part in parts)], dim=-1)
     hidden = scoring.join(
-        _weighted_sum(
-            torch.softmax(all_logits, dim=-1), [*mixed, *(part.mixture for part in parts)]
-        )
+        weighted_sum(torch.softmax(all_logits, dim=-1), [*mixed, *(part.mixture for part in parts)])
     )
     out = (rms_norm(hidden) if normalize else hidden).to(values[0].dtype)
     prepared = tuple(
-        Part(_weighted_sum(torch.softmax(s, dim=-1), mixed), s.logsumexp(-1)) for s in logits[1:]
+        Part(weighted_sum(torch.softmax(s, dim=-1), mixed), s.logsumexp(-1)) for s in logits[1:]
     )
     return Reading(out, tuple(values), tuple(keys), prepared)

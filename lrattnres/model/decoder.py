@@ -1,7 +1,7 @@
 """A trained model that reads a window piece by piece: its logits are those of one pass over the whole window.
 
 Depth can be read in two phases, as the papers describe it: the sources that are closed when a group of sites begins are
-read once for all of its sites, and a site merges what was written since by an online softmax (depth/groups.py). That
+read once for all of its sites, and a site merges what was written since by an online softmax (residual/fused/). That
 saves memory traffic. On a CPU the sources of a token stay in its caches, and there each site reads all of them at once,
 which takes fewer operators.
 """
@@ -15,9 +15,8 @@ from lrattnres.kernels.backends import KERNELS, DepthKernels
 from lrattnres.kernels.stacked import STACKED
 from lrattnres.model.cache import CACHED, Cache
 from lrattnres.model.layers import Context
-from lrattnres.model.transformer import Transformer, beyond_kernels
-from lrattnres.residual.fused.schedule import single, steps
-from lrattnres.residual.plan import DepthPlan
+from lrattnres.model.transformer import Transformer
+from lrattnres.residual.base import path_of
 
 
 class Decoder:
@@ -37,15 +36,12 @@ class Decoder:
         two_phase: bool | None = None,
     ):
         self.separator, self.documents, self.context = separator, documents, model.config.context
-        self.many = _twin(model, model.router.kernels)
-        self.one = _twin(
-            model, STACKED if not beyond_kernels(model.config) else KERNELS["reference"]
-        )
+        self.many = _twin(model, model.kernels)
+        alone = path_of(model.config).beyond_kernels(model.config)
+        self.one = _twin(model, KERNELS["reference"] if alone else STACKED)
         self.head, self.device = self.one.head, model.head.weight.device
         self.two_phase = self.device.type != "cpu" if two_phase is None else two_phase
-        plan, router = model.router.plan, self.one.router
-        if not router.alone:  # some ablations are read by themselves, everywhere
-            router.steps = steps(plan, blockwise(plan) if self.two_phase else single(plan))
+        self.one.router.decodes(together=self.two_phase)
         self._angles = model.angles(self.context, self.device)
 
     def cache(self, batch: int, size: int | None = None) -> Cache:
@@ -70,15 +66,12 @@ class Decoder:
         model = self.one if length == 1 else self.many
         cosines, sines = self._angles
         rotation = cosines[place.positions], sines[place.positions]
-        depth = model.router.begin(model.embedding(tokens).to(model.dtype))
+        state = model.router.begin(model.embedding(tokens).to(model.dtype))
         for site in range(len(model.sublayers)):
-            depth = model.step(depth, site, Context(place._replace(site=site), rotation))
-        return model.final(model.router.read(depth, len(model.sublayers)))
-
-
-def blockwise(plan: DepthPlan) -> tuple[int, ...]:
-    """A group of sites a block; where every sub-layer is a block, a group a site."""
-    return (0, *plan.ends[:-1]) if len(plan.ends) < plan.sublayers else single(plan)
+            state = model.step(
+                model.router, state, site, Context(place._replace(site=site), rotation)
+            )
+        return model.last_read(model.router, state)
 
 
 def _twin(model: Transformer, kernels: DepthKernels) -> Transformer:

@@ -1,8 +1,9 @@
-"""The two kinds of sub-layer. Both take a normalised read [B, T, d] and return [B, T, d + emit_dim]."""
+"""The two kinds of sub-layer: each takes a normalised read [B, T, d] and writes [B, T, d + emit_dim]."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,9 @@ from torch import Tensor, nn
 from lrattnres.config import ModelConfig, QKNorm, RopeKind, RopeScaling
 from lrattnres.kernels.reference import rms_norm
 from lrattnres.model.attention import AttentionBackend, Mask
+from lrattnres.residual.base import Read
+
+Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Context(NamedTuple):
@@ -105,26 +109,43 @@ def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal attention with RMS-normalised, rotated queries and keys; several query heads may share a key and a value."""
+    """Causal attention inside documents, with RMS-normalised and rotated queries and keys.
+
+    Several query heads may share a key and a value.
+
+    Args:
+        config: the model's.
+        emit_dim: columns that the output projection has beyond d.
+        backend: how it is computed; see model/attention.py.
+    """
 
     def __init__(self, config: ModelConfig, emit_dim: int, backend: AttentionBackend):
         super().__init__()
         self.config, self.backend = config, backend
-        width, self.heads = (
-            config.head_width,
-            (config.heads, config.value_heads, config.value_heads),
-        )
+        self.width = config.head_width
+        self.heads = (config.heads, config.value_heads, config.value_heads)  # of q, k, v
         self.gain = gain(config.dim, config.gains)
-        self.input = Linear(config.dim, sum(self.heads) * width)
-        self.query_gain, self.key_gain = (
-            gain(width, config.qk_norm is QKNorm.gains) for _ in range(2)
-        )
-        self.output = Linear(config.heads * width, config.dim + emit_dim)
+        self.input = Linear(config.dim, sum(self.heads) * self.width)
+        gains = config.qk_norm is QKNorm.gains
+        self.query_gain, self.key_gain = gain(self.width, gains), gain(self.width, gains)
+        self.output = Linear(config.heads * self.width, config.dim + emit_dim)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        query, key, value = (
-            self.input(self.gain(x)).unflatten(-1, (sum(self.heads), -1)).split(self.heads, dim=-2)
-        )
+    def forward(
+        self, read: Read, context: Context, change: Change | None = None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """What the sub-layer writes, [B, T, d + emit_dim].
+
+        Args:
+            read: what it reads, [B, T, d].
+            context: the mask and the rotary angles.
+            change: what the residual path makes of the raw keys and values, each [B, T, heads, head_dim]; if it is
+                given, these are returned too.
+        """
+        query, key, value = self.project(read)
+        raw = None
+        if change is not None:
+            raw = (key, value)
+            key, value = change(key, value)
         if self.config.qk_norm is not QKNorm.none:
             query, key = (rms_norm(part, self.config.norm_eps) for part in (query, key))
         query, key = self.query_gain(query), self.key_gain(key)
@@ -132,11 +153,24 @@ class Attention(nn.Module):
         if self.heads[0] != self.heads[1] and not self.backend.shares:
             shared = self.heads[0] // self.heads[1]
             key, value = (part.repeat_interleave(shared, dim=-2) for part in (key, value))
-        return self.output(self.backend.attend(query, key, value, context.mask).flatten(-2))
+        attended = self.backend.attend(query, key, value, context.mask)
+        return self.output(attended.flatten(-2)), raw
+
+    def project(self, read: Read) -> tuple[Tensor, ...]:
+        """Queries, keys and values, [B, T, heads, head_dim] each."""
+        if read.key is None and read.value is None:
+            heads = self.input(self.gain(read.x)).unflatten(-1, (sum(self.heads), -1))
+            return heads.split(self.heads, dim=-2)
+        rows = self.input.weight.split([count * self.width for count in self.heads])
+        inputs = [read.x if part is None else part for part in read]
+        return tuple(
+            F.linear(self.gain(part), weight.to(part.dtype)).unflatten(-1, (-1, self.width))
+            for part, weight in zip(inputs, rows, strict=True)
+        )
 
 
 class SwiGLU(nn.Module):
-    """silu(gate)·up, with up and gate from one projection."""
+    """silu(gate)·up, with up and gate from one projection; called as Attention is."""
 
     def __init__(self, config: ModelConfig, emit_dim: int):
         super().__init__()
@@ -144,6 +178,8 @@ class SwiGLU(nn.Module):
         self.input = Linear(config.dim, 2 * config.mlp_width)
         self.output = Linear(config.mlp_width, config.dim + emit_dim)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        up, gate = self.input(self.gain(x)).chunk(2, dim=-1)
-        return self.output(F.silu(gate) * up)
+    def forward(
+        self, read: Read, context: Context, change: Change | None = None
+    ) -> tuple[Tensor, None]:
+        up, gate = self.input(self.gain(read.x)).chunk(2, dim=-1)
+        return self.output(F.silu(gate) * up), None

@@ -1,4 +1,4 @@
-"""From logits to the next token: what may be chosen, with which probability, and the choice itself."""
+"""From logits to the next token: what may be chosen, how likely it is, and the choice."""
 
 from __future__ import annotations
 
@@ -11,12 +11,17 @@ from torch import Tensor
 
 
 class Sampling(NamedTuple):
-    """temperature: logits are divided by it; 0 takes the most likely token. Of what the filters leave, each of the next works
-    on the rest, rescaled to sum to 1, in this order:
+    """How a token is chosen.
 
-    top_k: the k most likely tokens; top_p: the fewest of the most likely ones that together have at least this
-    probability; min_p: those at least this many times as likely as the most likely one. None: no filter. Of equally
-    likely tokens the smaller number counts as the likelier.
+    The filters follow one another in the order below; each works on what the one before has left,
+    rescaled to sum to 1. None: no filter. Of equally likely tokens the smaller number counts as
+    the likelier.
+
+    Attributes:
+        temperature: Logits are divided by it; 0 takes the most likely token.
+        top_k: Leaves the k most likely tokens.
+        top_p: Leaves the fewest of the most likely ones that together have this probability.
+        min_p: Leaves those at least this many times as likely as the most likely one.
     """
 
     temperature: float = 1.0
@@ -25,14 +30,25 @@ class Sampling(NamedTuple):
     min_p: float | None = None
 
 
-def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """The distribution over tokens that `sampling` makes of logits [B, V]: float64 [B, V], zero for what is out.
+def probabilities(logits: Tensor, sampling: Sampling, allowed: Tensor | None = None) -> Tensor:
+    """The distribution over tokens that `sampling` makes of logits.
 
-    Raises FloatingPointError for logits that are not finite: nothing can be drawn from them.
+    Args:
+        logits: [B, V], of any floating-point type.
+        sampling: How a token is chosen.
+        allowed: bool [V], the tokens that may be chosen; None: all of them.
+
+    Returns:
+        float64 [B, V]; zero for what is out.
+
+    Raises:
+        FloatingPointError: A logit is not finite, so nothing can be drawn.
     """
     logits = logits.double()
     if not torch.isfinite(logits).all():
         raise FloatingPointError("the model's logits are not finite")
+    if allowed is not None:
+        logits = logits.masked_fill(~allowed, -torch.inf)
     if sampling.temperature == 0:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     chances = torch.softmax((logits - logits.amax(-1, keepdim=True)) / sampling.temperature, dim=-1)
@@ -52,7 +68,7 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 class Dice:
-    """Random numbers of one text: they depend on (seed, sample) and on how many were drawn, on nothing else in a batch."""
+    """Random numbers of one text, which depend on seed, sample and how many were drawn before."""
 
     def __init__(self, seed: int, sample: int):
         digest = hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest()
@@ -64,7 +80,15 @@ class Dice:
 
 
 def choose(chances: Tensor, dice: Sequence[Dice]) -> Tensor:
-    """One token a row of float64 [B, V], by inversion of the distribution function with that row's dice; int64 [B]."""
+    """One token for each row, by inversion of the row's distribution function.
+
+    Args:
+        chances: float64 [B, V]; rows need not sum to 1.
+        dice: The random numbers of each row.
+
+    Returns:
+        int64 [B].
+    """
     heights = chances.cumsum(-1)
     total = heights[:, -1:]
     drawn = torch.stack([die.draw() for die in dice]).unsqueeze(1).to(chances.device) * total

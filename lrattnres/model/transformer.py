@@ -1,9 +1,10 @@
-"""The decoder: 2L uniform sub-layers that read from, and write to, a depth router. It never asks which variant runs."""
+"""A transformer whose sub-layers read from, and write to, a residual path. It never asks which path runs."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,49 +14,21 @@ from lrattnres.config import ModelConfig
 from lrattnres.kernels.backends import KERNELS, DepthKernels
 from lrattnres.model.attention import BACKENDS, AttentionBackend, Mask
 from lrattnres.model.layers import Attention, Context, Linear, SwiGLU, TiedHead, gain, rotation
-from lrattnres.residual.ablations import beyond_plain
-from lrattnres.residual.plan import plan_of
-from lrattnres.residual.router import VARIANTS, Depth, DepthRouter
+from lrattnres.residual.base import ResidualPath, Role, State, normal, path_of, pattern_of
 
-Observer = Callable[[int, Depth], None]
-# Weights that start at a constant, by the last part of their names; queries do too, unless they are asked to be normal.
-CONSTANTS = {
-    "queries": 0.0,
-    "query_projections": 0.0,
-    "source_scales": 1.0,
-    "gates": 0.0,
-    "gain": 1.0,
-}
-
-
-def build_router(config: ModelConfig, kernels: DepthKernels) -> DepthRouter:
-    """The router that `model.residual`, `rank`, `blocks`, `routing` and `depth` describe."""
-    variant = VARIANTS[config.residual]
-    if config.routing is not None:
-        variant = variant._replace(routing=config.routing)
-    plan = plan_of(config)
-    return DepthRouter(
-        plan,
-        variant,
-        config.dim,
-        config.rank,
-        kernels,
-        options=config.depth,
-        gated=config.gate,
-        eps=config.norm_eps,
-    )
-
-
-def beyond_kernels(config: ModelConfig) -> list[str]:
-    """The settings of the residual path that only plain torch computes, as key=value."""
-    variant = VARIANTS.get(config.residual)
-    return beyond_plain(config.depth) if variant and variant.keys else []
+Observer = Callable[[int, State], None]
 
 
 class Transformer(nn.Module):
-    """PreNorm decoder; by default with untied embedding and head, and without biases and norm gains.
+    """Decoder of 2L uniform sub-layers: attention, MLP, attention, …
 
-    `dtype` is the precision of the arithmetic; weights stay float32.
+    Weights are float32.
+
+    Args:
+        config: sizes and residual path; `config.vocabulary` is set.
+        attention: how attention is computed.
+        dtype: precision of the arithmetic.
+        kernels: how the reads of attention residuals are computed.
     """
 
     def __init__(
@@ -69,8 +42,8 @@ class Transformer(nn.Module):
         assert config.vocabulary is not None, (
             "model.vocabulary must be resolved before a model is built"
         )
-        self.config, self.attention, self.dtype = config, attention, dtype
-        self.router = build_router(config, kernels)
+        self.config, self.attention, self.dtype, self.kernels = config, attention, dtype, kernels
+        self.router = path_of(config).build(config, kernels)  # the residual path
         emit = self.router.emit_dim
         self.embedding = nn.Embedding(config.vocabulary, config.dim)
         self.sublayers = nn.ModuleList()
@@ -82,6 +55,44 @@ class Transformer(nn.Module):
             TiedHead(self.embedding) if config.tied else Linear(config.dim, config.vocabulary)
         )
 
+    def forward(
+        self,
+        tokens: Tensor,
+        mask: Mask,
+        observe: Observer | None = None,
+        path: ResidualPath | None = None,
+    ) -> Tensor:
+        """Logits [B, T, vocabulary] in `dtype`.
+
+        Args:
+            tokens: int64 [B, T].
+            mask: what `mask` made of their documents.
+            observe: called at every site with (site, state), before the site reads.
+            path: the model's residual path in another form (see residual/coefficients.py); None: as it is.
+        """
+        path = path or self.router
+        context = Context(mask, self.angles(tokens.shape[1], tokens.device))
+        state = path.begin(self.embedding(tokens).to(self.dtype))
+        last = len(self.sublayers)
+        for site in range(last):
+            if observe:
+                observe(site, state)
+            state = self.step(path, state, site, context)
+        if observe:
+            observe(last, state)
+        return self.head(self.last_read(path, state))
+
+    def step(self, path: ResidualPath, state: State, site: int, context: Context) -> State:
+        """Sub-layer `site` reads and writes: the whole body of the loop, and what checkpointing can make again."""
+        change = partial(path.keys_values, state, site) if path.keeps else None
+        read = path.read(state, site).to(self.dtype)
+        output, raw = self.sublayers[site](read, context, change)
+        return path.write(state, site, output, raw)
+
+    def last_read(self, path: ResidualPath, state: State) -> Tensor:
+        """What the head takes, [B, T, d]."""
+        return self.final(path.read(state, len(self.sublayers)).x.to(self.dtype))
+
     def mask(self, documents: Tensor | None, batch: int, length: int) -> Mask:
         """Which positions see each other, once a batch; documents: integers [B, T], or None for no boundaries."""
         return self.attention.prepare(documents, batch, length, self.head.weight.device)
@@ -91,24 +102,9 @@ class Transformer(nn.Module):
         config = self.config
         return rotation(length, config.head_width, config.rope_base, device, config.rope_scaling)
 
-    def forward(self, tokens: Tensor, mask: Mask, observe: Observer | None = None) -> Tensor:
-        """Logits [B, T, vocabulary] in `dtype` for tokens [B, T]; `observe(site, depth)` is called at every site."""
-        router = self.router
-        context = Context(mask, self.angles(tokens.shape[1], tokens.device))
-        depth = router.begin(self.embedding(tokens).to(self.dtype))
-        for site in range(len(self.sublayers)):
-            if observe:
-                observe(site, depth)
-            depth = self.step(depth, site, context)
-        last = len(self.sublayers)
-        if observe:
-            observe(last, depth)
-        return self.head(self.final(router.read(depth, last)))
-
-    def step(self, depth: Depth, site: int, context: Context) -> Depth:
-        """The state after sub-layer `site` has read and written: what activation checkpointing can make again."""
-        output = self.sublayers[site](self.router.read(depth, site), context)
-        return self.router.write(depth, site, output)
+    def roles(self) -> dict[str, Role]:
+        """How each parameter of the residual path is treated, by its name there with `*` for every index."""
+        return path_of(self.config).roles(self.config)
 
 
 def build_model(
@@ -137,36 +133,27 @@ def build_model(
 
 @torch.no_grad()
 def initialize(model: Transformer, seed: int) -> None:
-    """Normal with `init_std` everywhere; queries normal with `depth.query_std`, zero unless it is set; the rest of CONSTANTS.
+    """Fills every weight: gains with one, the residual path as its roles say, the others normal with `init_std`.
 
     Each weight has a random stream of its own, keyed on (seed, its name) and drawn on the CPU. So equal names have
     equal weights in every variant and on every device, in whatever order they are filled; and a rank that holds shards
     draws each weight whole, one at a time, and keeps its own part.
     """
-    config = model.config
+    roles, usual = model.roles(), normal(model.config.init_std)
     for name, weight in model.named_parameters():
-        kind = name.rpartition(".")[2]
-        std = (
-            config.depth.query_std
-            if kind == "queries"
-            else 0.0
-            if kind in CONSTANTS
-            else config.init_std
-        )
-        if std == 0:
-            weight.fill_(CONSTANTS.get(kind, 0.0))
+        room, _, own = name.partition(".")
+        start = roles[pattern_of(own)].start if room == "router" else usual
+        if name.endswith("gain.gain") or name == "final.gain":
+            start = 1.0
+        if isinstance(start, float):
+            weight.fill_(start)
             continue
         digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        full = torch.empty(weight.shape).normal_(std=std, generator=generator)
+        full = start(weight.shape, generator)
         if isinstance(weight, DTensor):  # cut on every rank alike: nothing has to be sent
-            weight.copy_(
-                distribute_tensor(
-                    full.to(weight.device),
-                    weight.device_mesh,
-                    weight.placements,
-                    src_data_rank=None,
-                )
-            )
+            whole = full.to(weight.device)
+            mesh, placements = weight.device_mesh, weight.placements
+            weight.copy_(distribute_tensor(whole, mesh, placements, src_data_rank=None))
         else:
             weight.copy_(full)

@@ -1,133 +1,125 @@
-"""Which algorithm updates which parameter: one table of name patterns, and a check that it leaves nothing out."""
+"""Which algorithm updates which parameter, and a check that no parameter is left out.
+
+The parameters of the body are listed here. Those of the residual path come with the roles that the
+path itself gives them, so a new path changes nothing in this file.
+"""
 
 from __future__ import annotations
 
-import re
+import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 
-from torch import nn
 from torch.nn import Parameter
 
-Named = nn.Module | Iterable[tuple[str, Parameter]]
+from lrattnres.residual.base import Role, pattern_of
+
+Named = Iterable[tuple[str, Parameter]]
+Roles = Mapping[str, Role]
 Assignment = dict[str, list[tuple[str, Parameter]]]
 
+PATH = "router."
+"""What the names of the residual path's parameters begin with."""
 
-@dataclass(frozen=True)
-class Owner:
-    """An algorithm and the names of its parameters; `*` stands for the index of a sub-layer."""
-
-    name: str
-    patterns: tuple[str, ...]
-
-
-DEPTH = (
-    "router.ablations.query_projections",
-    "router.ablations.source_scales",
-)  # small, and start at a constant, as queries do
-GAINS = (
-    "sublayers.*.gain.gain",
-    "sublayers.*.query_gain.gain",
-    "sublayers.*.key_gain.gain",
-    "final.gain",
-)
-
-OWNERS = (
-    # Matrices that act on hidden states, each as it is stored: qkv, up_gate, and output with its key rows, are one each.
-    Owner(
-        "muon",
-        ("sublayers.*.input.weight", "sublayers.*.output.weight", "router.embedding_key.weight"),
-    ),
-    # Lookup tables and vectors, whose rows are no basis of one linear map.
-    Owner(
-        "adam",
-        ("embedding.weight", "head.weight", "router.queries", "router.gates", *DEPTH, *GAINS),
-    ),
-)
+BODY = {
+    # Lookup tables: their rows are not the basis of one linear map.
+    "embedding.weight": "adam",
+    "head.weight": "adam",
+    # Matrices that act on hidden states. Each is one matrix as it is stored: queries, keys and
+    # values; gate and up; an output projection with the rows that write keys.
+    "sublayers.*.input.weight": "muon",
+    "sublayers.*.output.weight": "muon",
+    # Norm gains are vectors.
+    "sublayers.*.gain.gain": "adam",
+    "sublayers.*.query_gain.gain": "adam",
+    "sublayers.*.key_gain.gain": "adam",
+    "final.gain": "adam",
+}
+"""The owner of each parameter outside the residual path; `*` stands for an index."""
 
 
-def pattern_of(name: str) -> str:
-    """The name with every index replaced by `*`: sublayers.7.input.weight -> sublayers.*.input.weight."""
-    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+def assign(parameters: Named, roles: Roles) -> Assignment:
+    """Gives every parameter to the algorithm that updates it.
 
+    A matrix of a single row or column is a vector: it is Adam's, although its table says Muon.
 
-def assign(parameters: Named, owners: Sequence[Owner] = OWNERS) -> Assignment:
-    """Owner's name -> its (name, parameter) pairs, in the order of the model.
+    Args:
+        parameters: (name, parameter) pairs from `named_parameters(remove_duplicate=False)`. Without
+            that argument torch leaves out the second name of a tied parameter.
+        roles: the roles of the residual path's parameters, by their names inside the path, with
+            every index replaced by `*`.
 
-    Takes a module, or (name, parameter) pairs from `named_parameters(remove_duplicate=False)`: without that argument
-    torch leaves out the second name of a tied parameter, and nothing is left to be checked.
+    Returns:
+        The pairs of "muon" and of "adam", each in the order of the model.
 
-    Raises ValueError that names every parameter with no owner or several, frozen, tied to another, or owned by Muon
-    and not a matrix, and every owner that is left without a parameter.
+    Raises:
+        ValueError: names every parameter that has no owner or an unknown one, that is frozen, that
+            is tied to another, or that is Muon's and not a matrix.
     """
-    if isinstance(parameters, nn.Module):
-        parameters = parameters.named_parameters(remove_duplicate=False)
-    owned: Assignment = {owner.name: [] for owner in owners}
-    faults: list[str] = []
+    owners = BODY | {PATH + name: role.owner for name, role in roles.items()}
+    owned: Assignment = {"muon": [], "adam": []}
+    errors: list[str] = []
     first_name: dict[int, str] = {}
     for name, parameter in parameters:
-        names = [owner.name for owner in owners if pattern_of(name) in owner.patterns]
-        if len(names) != 1:
-            found = f"owned by {' and '.join(names)}" if names else "owned by no algorithm"
-            faults.append(
-                f"{name}: {found}; list {pattern_of(name)} under exactly one owner in lrattnres/optim/groups.py"
+        pattern = pattern_of(name)
+        owner = owners.get(pattern)
+        if owner == "muon" and parameter.ndim == 2 and 1 in parameter.shape:
+            owner = "adam"
+        if owner is None:
+            where = (
+                f"give {pattern.removeprefix(PATH)} a role in the roles of its residual path"
+                if name.startswith(PATH)
+                else f"list {pattern} in BODY of lrattnres/optim/groups.py"
             )
+            errors.append(f"{name}: no algorithm owns it; {where}")
+        elif owner not in owned:
+            errors.append(f"{name}: its owner is {owner}; write {' or '.join(owned)}")
+        elif owner == "muon" and parameter.ndim != 2:
+            shape = tuple(parameter.shape)
+            errors.append(f"{name}: Muon updates matrices, and its shape is {shape}; write adam")
+        else:
+            owned[owner].append((name, parameter))
         if not parameter.requires_grad:
-            faults.append(
-                f"{name}: requires_grad=False; every parameter is trained, register a constant as a buffer"
-            )
-        if first_name.setdefault(id(parameter), name) != name:
-            faults.append(
-                f"{name}: the same tensor as {first_name[id(parameter)]}; give each its own, tied weights have no owner"
-            )
-        if names == ["muon"] and parameter.ndim != 2:
-            faults.append(
-                f"{name}: Muon updates matrices, and this has shape {tuple(parameter.shape)}; let Adam own it"
-            )
-        if len(names) == 1:
-            owned[names[0]].append((name, parameter))
-    faults += [
-        f"{name}: owns no parameter; is this the model of lrattnres/model?"
-        for name, pairs in owned.items()
-        if not pairs
-    ]
-    if faults:
-        raise ValueError(
-            "parameters that cannot be optimized:\n" + "\n".join(f"  - {fault}" for fault in faults)
-        )
+            errors.append(f"{name}: requires_grad=False; register a constant as a buffer")
+        if (first := first_name.setdefault(id(parameter), name)) != name:
+            errors.append(f"{name}: the same tensor as {first}; each parameter needs its own")
+    if errors:
+        listed = "\n".join(f"  - {error}" for error in errors)
+        raise ValueError(f"parameters that cannot be optimized:\n{listed}")
     return owned
 
 
-def ownership_table(owned: Assignment) -> str:
-    """The assignment as text, one line for each pattern and shape, with totals; printed when a run starts.
+def ownership_table(rates: Iterable[tuple[str, str, Named]]) -> str:
+    """Who updates which parameter, as text: one line for each pattern, shape and learning rate.
 
-    Shapes are rows x columns, elements are counted over the whole model.
+    Args:
+        rates: (owner, what its peak learning rate is, parameters), an owner's entries in a row.
+            Shapes are rows x columns; elements are counted over the whole model.
     """
-    lines = [("owner", "parameters", "shape", "tensors", "elements")]
-    for owner, pairs in owned.items():
-        rows: dict[tuple[str, str], list[int]] = defaultdict(list)
-        for name, parameter in pairs:
-            rows[pattern_of(name), " x ".join(map(str, parameter.shape))].append(parameter.numel())
-        lines += [(owner, *key, str(len(sizes)), f"{sum(sizes):,}") for key, sizes in rows.items()]
-        lines.append(_total(owner, pairs))
-    lines.append(_total("all", [pair for pairs in owned.values() for pair in pairs]))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    aligned = [
-        "  ".join(
-            cell.ljust(width) if place < 3 else cell.rjust(width)
-            for place, (cell, width) in enumerate(cells)
-        )
-        for cells in (zip(line, widths, strict=True) for line in lines)
+    lines: list[tuple[str, ...]] = [
+        ("owner", "parameters", "shape", "tensors", "elements", "peak rate")
     ]
-    return "\n".join(aligned)
-
-
-def _total(owner: str, pairs: list[tuple[str, Parameter]]) -> tuple[str, str, str, str, str]:
-    return (
-        owner,
-        "total",
-        "",
-        str(len(pairs)),
-        f"{sum(parameter.numel() for _, parameter in pairs):,}",
+    totals: dict[str, list[int]] = {}
+    for owner, entries in itertools.groupby(rates, key=lambda entry: entry[0]):
+        rows: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+        for _, rate, parameters in entries:
+            for name, parameter in parameters:
+                shape = " x ".join(map(str, parameter.shape))
+                rows[pattern_of(name), shape, rate].append(parameter.numel())
+        for (pattern, shape, rate), sizes in rows.items():
+            lines.append((owner, pattern, shape, str(len(sizes)), f"{sum(sizes):,}", rate))
+        totals[owner] = [size for sizes in rows.values() for size in sizes]
+        lines.append(_total(owner, totals[owner]))
+    lines.append(_total("all", [size for sizes in totals.values() for size in sizes]))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if place in (3, 4) else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
     )
+
+
+def _total(owner: str, sizes: list[int]) -> tuple[str, ...]:
+    return (owner, "total", "", str(len(sizes)), f"{sum(sizes):,}", "")

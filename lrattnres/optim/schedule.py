@@ -1,7 +1,7 @@
 """Learning rate and momentum as pure functions of the step: nothing to save, nothing to restore.
 
-Ramps that overlap would keep a run below its peak; the check of the whole configuration refuses them, and here the
-lower of the two holds.
+Ramps that overlap would keep a run below its peak. The check of the whole configuration refuses
+them; here the lower of the two holds.
 """
 
 from __future__ import annotations
@@ -12,9 +12,16 @@ from lrattnres.config import OptimizerConfig
 def learning_rate_factor(step: int, config: OptimizerConfig, steps: int) -> float:
     """The learning rate of `step` as a share of its peak.
 
-    `step` counts from 0 to `steps` - 1. Step s of the warm-up uses (s + 1) / warmup. The warm-down is the last
-    round(warmdown * steps) steps: the step before it still has 1, the last step has exactly `final`.
-    Raises ValueError for a step outside the run.
+    Step s of the warm-up uses (s + 1) / warmup. The warm-down is the last round(warmdown * steps)
+    steps: the step before it still has 1, the last step has exactly `final`.
+
+    Args:
+        step: from 0 to `steps` - 1.
+        config: warmup, warmdown and final.
+        steps: of the whole run.
+
+    Raises:
+        ValueError: the step is outside the run.
     """
     left = _steps_left(step, steps)
     return min(
@@ -24,11 +31,19 @@ def learning_rate_factor(step: int, config: OptimizerConfig, steps: int) -> floa
 
 
 def momentum(step: int, config: OptimizerConfig, steps: int) -> float:
-    """Muon's Nesterov momentum at `step`, which counts from 0 to `steps` - 1.
+    """Muon's Nesterov momentum at `step`.
 
-    It starts at `momentum_low`, reaches `momentum` at step `momentum_rise`, and falls over the last `momentum_fall`
-    steps so that the last step has exactly `momentum_low`. A length of 0 leaves that ramp out.
-    Raises ValueError for a step outside the run.
+    It starts at `momentum_low`, reaches `momentum` at step `momentum_rise`, and falls over the last
+    `momentum_fall` steps, so that the last step has exactly `momentum_low`. A length of 0 leaves
+    that ramp out.
+
+    Args:
+        step: from 0 to `steps` - 1.
+        config: momentum, momentum_low, momentum_rise and momentum_fall.
+        steps: of the whole run.
+
+    Raises:
+        ValueError: the step is outside the run.
     """
     left = _steps_left(step, steps)
     share = min(_share(step, config.momentum_rise), _share(left, config.momentum_fall))
@@ -43,7 +58,7 @@ def _steps_left(step: int, steps: int) -> int:
 
 
 def _share(done: int, length: int) -> float:
-    """How much of a ramp of `length` steps is done, at most 1; a ramp of no steps is always done."""
+    """How much of a ramp of `length` steps is done, at most 1; a ramp of no steps is done."""
     return min(1.0, done / length) if length else 1.0
 
 

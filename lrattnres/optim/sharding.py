@@ -1,9 +1,10 @@
-"""Where the rows of a matrix lie, which rank makes it orthogonal, and how its rows get there and back.
+"""Where the rows of a matrix lie, which rank makes it orthogonal, and how its rows travel.
 
-The orthogonal factor needs a whole matrix, and a sharded one is whole nowhere. So each matrix has one owner: the ranks
-that hold its shards send them there, and the owner sends every rank its rows of the result. The matrices of one shape
-travel together, in one all-to-all each way. A rank then receives and computes its share of the matrices, where an
-all-gather would bring all of them to every rank, to be computed as often as there are ranks.
+The orthogonal factor needs a whole matrix, and a sharded one is whole nowhere. So each matrix has
+one owner: the ranks that hold its shards send them there, and the owner sends every rank its rows
+of the result. The matrices of one shape travel together, in one all-to-all each way. A rank then
+receives and computes its share of the matrices. An all-gather would bring all of them to every
+rank, to be computed as often as there are ranks.
 """
 
 from __future__ import annotations
@@ -23,8 +24,12 @@ Pending = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class Layout:
-    """What each rank holds of a matrix: `rows[rank]` is a range [start, stop), and the ranks of equal `replica[rank]`
-    hold the matrix once between them.
+    """What each rank holds of a matrix.
+
+    Args:
+        rows: for each rank, its rows as a range [start, stop).
+        replica: for each rank, which copy of the matrix its rows belong to. The ranks of one copy
+            hold the whole matrix between them.
     """
 
     rows: tuple[tuple[int, int], ...]
@@ -37,10 +42,15 @@ class Layout:
 
 
 def layout(parameter: Tensor, mesh: DeviceMesh | None = None) -> Layout:
-    """The layout of a parameter [rows, ...]: a DTensor lies as it says, anything else whole on each rank of `mesh`.
+    """The layout of a parameter.
 
-    Raises ValueError for a DTensor that is divided otherwise than `fully_shard` divides it, by rows along one dimension
-    of its mesh, and for a mesh that is not the whole job.
+    Args:
+        parameter: [rows, ...]. A DTensor lies as it says; anything else is whole on each rank.
+        mesh: the ranks of a job, for a parameter that is no DTensor; None for a single process.
+
+    Raises:
+        ValueError: a DTensor is divided otherwise than `fully_shard` divides it, by rows along one
+            dimension of its mesh, or the mesh is not the whole job.
     """
     sharded: int | None = None
     if isinstance(parameter, DTensor):
@@ -50,7 +60,8 @@ def layout(parameter: Tensor, mesh: DeviceMesh | None = None) -> Layout:
             type(placements[axis]) is not Shard or placements[axis] != Shard(0) for axis in split
         ):
             raise ValueError(
-                f"placements {placements}: Muon updates rows that are divided once; use Shard(0) and Replicate()"
+                f"placements {placements}: Muon updates rows that are divided once; "
+                "use Shard(0) and Replicate()"
             )
         sharded = split[0] if split else None
     rows = parameter.shape[0]
@@ -59,7 +70,7 @@ def layout(parameter: Tensor, mesh: DeviceMesh | None = None) -> Layout:
     world = distributed.get_world_size()
     if sorted(mesh.mesh.flatten().tolist()) != list(range(world)):
         raise ValueError(
-            f"{mesh}: must hold each of the job's {world} ranks once, the owners are spread over all of them"
+            f"{mesh}: must hold each of the job's {world} ranks once; all of them own matrices"
         )
     most = -(
         -rows // (1 if sharded is None else mesh.size(sharded))
@@ -74,14 +85,20 @@ def layout(parameter: Tensor, mesh: DeviceMesh | None = None) -> Layout:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, as a view. Call it without gradients, or the view is part of a graph."""
+    """What this rank holds of a tensor, as a view; to be called where no gradients are recorded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def owners(costs: Sequence[int], world: int) -> list[int]:
-    """A rank for each matrix: the most costly first, each to the rank with least to do so far, the first of equals.
+    """A rank for each matrix, so that all ranks have about as much to do.
 
-    The same on every rank, since it depends on nothing else. No rank gets more than 4/3 of the best possible (Graham, 1969).
+    The most costly matrix first, each goes to the rank with the least to do so far (the first of
+    equals). The result is the same on every rank, since it depends on nothing else. No rank gets
+    more than 4/3 of the best possible (Graham, 1969).
+
+    Args:
+        costs: of each matrix, in any unit.
+        world: the number of ranks.
     """
     load, chosen = [0] * world, [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
@@ -91,11 +108,15 @@ def owners(costs: Sequence[int], world: int) -> list[int]:
 
 
 class Exchange:
-    """The ways of n equal matrices [rows, cols] of one layout.
+    """How n equal matrices [rows, cols] of one layout get to their owners and back.
 
-    The first `owned[0]` of them are owned by rank 0, the next `owned[1]` by rank 1, and so on; this rank owns `mine`.
-    Both ways are collective: every rank of the job takes them, and all in the same order. A process alone has all rows,
-    and nothing is copied.
+    Both ways are collective: every rank of the job takes them, all in the same order. A single
+    process has all rows, and nothing is copied.
+
+    Args:
+        layout: that of each matrix.
+        owned: how many matrices each rank owns: the first `owned[0]` are those of rank 0, the next
+            `owned[1]` those of rank 1, and so on. The attribute `mine` is this rank's number.
     """
 
     def __init__(self, layout: Layout, owned: Sequence[int]):
@@ -107,9 +128,13 @@ class Exchange:
         self._near = [replica == layout.replica[self._rank] for replica in layout.replica]
 
     def gather(self, shards: Tensor) -> Pending:
-        """All shards of this rank [n, local rows, cols] -> the matrices it owns [mine, rows, cols].
+        """Brings every matrix to its owner, who takes rows from the ranks of its own replica only.
 
-        An owner takes the rows from the ranks of its own replica only.
+        Args:
+            shards: this rank's rows of all matrices, [n, local rows, cols].
+
+        Returns:
+            The matrices that this rank owns, [mine, rows, cols], once they are waited for.
         """
         if self._world == 1:
             return lambda: shards
@@ -129,7 +154,14 @@ class Exchange:
         return whole
 
     def scatter(self, matrices: Tensor) -> Pending:
-        """The matrices this rank owns [mine, rows, cols] -> its rows of all [n, local rows, cols]. Every replica gets them."""
+        """Brings every rank, of every replica, its rows of the results.
+
+        Args:
+            matrices: those that this rank owns, [mine, rows, cols].
+
+        Returns:
+            This rank's rows of all matrices, [n, local rows, cols], once they are waited for.
+        """
         if self._world == 1:
             return lambda: matrices
         parts = [matrices[:, start:stop].flatten(0, 1) for start, stop in self._ranges]
@@ -140,7 +172,7 @@ class Exchange:
         return lambda: wait().view(shape)
 
     def rows_sent(self) -> tuple[int, int]:
-        """Rows of length cols that leave this rank for another one: on the way to the owners, and on the way back."""
+        """How many rows this rank sends to others: on the way to the owners, and back."""
         gathered, scattered = self._gathered(), self._scattered()
         return sum(gathered) - gathered[self._rank], sum(scattered) - scattered[self._rank]
 
@@ -154,7 +186,7 @@ class Exchange:
 
 
 def _all_to_all(rows: Tensor, sent: list[int], received: list[int]) -> Pending:
-    """`sent[rank]` rows of [sum, cols] to each rank, in their order; what comes is in the order of the ranks, too."""
+    """Sends `sent[rank]` rows of [sum, cols] to each rank; what comes is in the order of ranks."""
     came = rows.new_empty(sum(received), rows.shape[1])
     work = distributed.all_to_all_single(came, rows, received, sent, async_op=True)
 
@@ -166,9 +198,13 @@ def _all_to_all(rows: Tensor, sent: list[int], received: list[int]) -> Pending:
 
 
 def staggered(tasks: Iterable[Iterator[None]], alive: int) -> None:
-    """Runs tasks that yield between their stages, up to `alive` of them at a time, each one stage behind the one before.
+    """Runs tasks that yield between their stages, each one stage behind the one before.
 
-    With three alive, while the bytes of one task travel the next one computes. With one, they run one after the other.
+    With three alive, the next task computes while the bytes of one travel.
+
+    Args:
+        tasks: iterators; what they yield is ignored.
+        alive: the most tasks that have begun and not ended; with 1, they run one after the other.
     """
     running: deque[Iterator[None]] = deque()
     waiting = iter(tasks)

@@ -19,7 +19,7 @@ from lrattnres.report.figures import (
     loss_curves,
     loss_differences,
 )
-from lrattnres.report.heatmaps import heatmaps
+from lrattnres.report.heatmaps import coefficient_maps, heatmaps
 from lrattnres.report.measured import sharpness, speed
 from lrattnres.report.page import Part, Section, html_page, markdown_page
 from lrattnres.report.read import ReportError, Run, find_runs
@@ -37,18 +37,18 @@ def build_report(folders: list[Path], out: Path) -> list[str]:
     """
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / PAGE).is_file())):
         raise ReportError(f"out={out}: is there, and is no report; write out=ANOTHER_FOLDER")
-    runs, faults = find_runs(folders)
+    runs, errors = find_runs(folders)
     if not runs:
-        raise ReportError("\n".join(["no run that can be read", *faults]))
+        raise ReportError("\n".join(["no run that can be read", *errors]))
     groups, unfinished, duplicates = compare(runs)
-    faults = sorted({*faults, *duplicates})
-    sections = [_overview(groups, unfinished, faults), *(_section(group) for group in groups)]
+    errors = sorted({*errors, *duplicates})
+    sections = [_overview(groups, unfinished, errors), *(_section(group) for group in groups)]
     sections.append(Section("runs", "Runs", [*run_list(groups, unfinished)]))
     _write(sections, out)
-    return faults
+    return errors
 
 
-def _overview(groups: list[Group], unfinished: list[Run], faults: list[str]) -> Section:
+def _overview(groups: list[Group], unfinished: list[Run], errors: list[str]) -> Section:
     finished = sum(len(group.runs) for group in groups)
     parts: list[Part] = [
         f"Finished runs: {finished}, in groups: {len(groups)}. Unfinished: {len(unfinished)}. Runs stand in one group, and so in "
@@ -61,10 +61,10 @@ def _overview(groups: list[Group], unfinished: list[Run], faults: list[str]) -> 
     )
     parts.append(
         "Missing, left out or not counted:"
-        if faults
+        if errors
         else "Nothing was missing, unreadable or counted twice."
     )
-    return Section("overview", "Overview", [*parts, faults] if faults else parts)
+    return Section("overview", "Overview", [*parts, errors] if errors else parts)
 
 
 def _section(group: Group) -> Section:
@@ -74,9 +74,10 @@ def _section(group: Group) -> Section:
         loss_curves(group),
         loss_differences(group),
     )
-    sites: Sequence[Picture | None] = (
+    sites: Sequence[Part | None] = (
         effective_sources(group),
         *heatmaps(group),
+        coefficient_maps(group),
         largest_weights(group),
     )
     parts: list[Part] = [_description(group) + ".", *([group.notes] if group.notes else [])]

@@ -8,20 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+import torch
+
+from lrattnres.config import ConfigError, ModelConfig, defaults, flatten, parse
 from lrattnres.report.paper import PaperRow, row_of
 from lrattnres.report.read import DEFAULTS, SCHEMA, Run
-from lrattnres.residual.router import VARIANTS
+from lrattnres.residual.base import ResidualPath, path_of, paths
 
-PATH = tuple(f"model.{name}" for name in ("residual", "rank", "blocks", "routing"))
+# Settings of the model that a residual path may or may not use.
+SHARED = frozenset({"rank", "blocks", "routing", "gate", "depth"})
+# Those that have a place of their own in a row; all others are shown as NAME=VALUE.
+SHOWN = tuple(f"model.{name}" for name in ("residual", "rank", "blocks", "routing", "path"))
 # All of the model but its residual path.
 SIZE = tuple(
     key
     for key in SCHEMA
-    if key.startswith("model.")
-    and key not in (*PATH, "model.gate")
-    and not key.startswith("model.depth.")
+    if key.startswith("model.") and key not in SHOWN and key.split(".")[1] not in SHARED
 )
 MATCHED = (
     "steps",
@@ -35,8 +40,15 @@ MATCHED = (
 
 @dataclass(frozen=True)
 class Choice:
-    """The residual path of a run: what differs between the rows of a table. blocks=None: full; `others` are further
-    settings of the model that are not at their defaults; `matched` what the run was matched to another by.
+    """The residual path of a run: what differs between the rows of a table.
+
+    Args:
+        residual: its name, which this version need not know.
+        blocks: number of depth blocks; None: full, or not used by the path.
+        rank: width of a key; None: not used by the path.
+        routing: what is done with the mixture, if it is not what was published.
+        others: further settings of the path, its own among them, that are not at their defaults.
+        matched: what the run was matched to another by.
     """
 
     residual: str
@@ -47,25 +59,37 @@ class Choice:
     matched: tuple[tuple[str, Any], ...]
 
     @property
-    def routed(self) -> bool:
-        return self.residual not in VARIANTS or VARIANTS[self.residual].keys is not None
+    def plain(self) -> bool:
+        """Whether it is the residual path that the others are compared with."""
+        return is_plain(self.residual)
+
+    @property
+    def family(self) -> str:
+        """The path without the sizes of its keys, such as `s_lr full` or `denseformer`."""
+        return " ".join([self.residual, *granularity(self.residual, self.blocks)])
 
     @property
     def label(self) -> str:
         """Short enough for a legend; the settings' own names."""
-        parts = [self.residual]
-        parts += [f"N={self.blocks}" if self.blocks else "full"] if self.routed else []
+        parts = [self.family]
         parts += [f"r={self.rank}"] if self.rank else []
         parts += [self.routing] if self.routing else []
+        named = (*self.others, *self.matched)
         return " ".join(
-            [
-                *parts,
-                *(
-                    f"{name.removeprefix('model.')}={value}"
-                    for name, value in (*self.others, *self.matched)
-                ),
-            ]
+            [*parts, *(f"{name.removeprefix('model.')}={value}" for name, value in named)]
         )
+
+
+def is_plain(residual: str) -> bool:
+    """Whether this is the residual path that the others are compared with."""
+    return residual in paths() and paths()[residual].plain
+
+
+def granularity(residual: str, blocks: int | None) -> list[str]:
+    """The depth blocks in short, nothing for a path that has none."""
+    if blocks:
+        return [f"N={blocks}"]
+    return ["full"] if residual in paths() and "blocks" in paths()[residual].uses else []
 
 
 @dataclass(frozen=True)
@@ -85,6 +109,30 @@ class Entry:
         """Held-out loss by seed."""
         return {run.seed: loss for run in self.runs if (loss := run.val_loss) is not None}
 
+    @cached_property
+    def path(self) -> ResidualPath | type[ResidualPath] | None:
+        """The path with these settings, without memory for its parameters.
+
+        Its class, if this version does not know some of the settings; None, if not the path.
+        """
+        config = model_of(self.runs[0])
+        if config is None:
+            return paths().get(self.choice.residual)
+        with torch.device("meta"):
+            return path_of(config)(config)
+
+    @property
+    def attends(self) -> bool:
+        """Whether its reads are softmaxes; of a path that is not known, what its runs say."""
+        if self.path is not None:
+            return self.path.attends
+        return any(any((run.diagnostics or {}).get("mean_weight") or ()) for run in self.runs)
+
+    @property
+    def linear(self) -> bool:
+        """Whether what it reads is a sum of the outputs with one number each."""
+        return self.path is None or self.path.linear
+
 
 @dataclass
 class Group:
@@ -98,31 +146,53 @@ class Group:
 
     @property
     def plain(self) -> Entry | None:
-        """The run without attention over depth, to which the others are compared."""
+        """The run with the plain residual stream, to which the others are compared."""
         return next(
-            (
-                entry
-                for entry in self.entries
-                if not entry.choice.routed and not entry.choice.matched
-            ),
+            (entry for entry in self.entries if entry.choice.plain and not entry.choice.matched),
             None,
         )
 
 
+def model_of(run: Run) -> ModelConfig | None:
+    """The settings of a run's model; None if this version does not know its path, or some of them."""
+    prefix = "model."
+    model = {
+        key.removeprefix(prefix): value
+        for key, value in run.settings.items()
+        if key.startswith(prefix)
+    }
+    if model["residual"] not in paths():
+        return None
+    try:
+        config = parse(ModelConfig, model)
+        return None if any(path_of(config).errors(config)) else config
+    except (ConfigError, ValueError):
+        return None
+
+
 def choice_of(run: Run) -> Choice:
-    """`run`'s residual path in one spelling: N = 2L is full, and what a variant does not use is None."""
+    """A run's residual path in one spelling.
+
+    N = 2L is full, what the path does not use is None, and its own settings count where they are
+    not at the path's defaults. Of a path that this version does not know every setting counts.
+    """
     settings = run.settings
-    residual, rank, blocks, routing = (settings[key] for key in PATH)
-    variant = VARIANTS.get(residual)
-    if variant is not None:
-        rank = rank if variant.keys and variant.keys.ranked else None
-        blocks = blocks if variant.keys and blocks != 2 * settings["model.layers"] else None
-        routing = routing if variant.keys and routing != variant.routing.name else None
-    names = sorted(
-        key for key in settings if key.startswith("model.") and key not in (*SIZE, *PATH)
-    )
+    residual, rank, blocks, routing, _ = (settings[key] for key in SHOWN)
+    path = paths().get(residual)
+    used, usual = SHARED, dict(DEFAULTS)
+    if path is not None:
+        used = path.uses
+        usual |= flatten(defaults(path.Options), "model.path.")
+        rank = rank if "rank" in used else None
+        blocks = blocks if "blocks" in used and blocks != 2 * settings["model.layers"] else None
+        routing = path.other_routing(routing)
     others = tuple(
-        (key, _hashable(settings[key])) for key in names if settings[key] != DEFAULTS.get(key)
+        (key, _hashable(settings[key]))
+        for key in sorted(settings)
+        if key.startswith("model.")
+        and key not in (*SIZE, *SHOWN)
+        and key.split(".")[1] not in SHARED - used
+        and settings[key] != usual.get(key)
     )
     matched = tuple(
         (key, _hashable(settings[key]))
@@ -133,11 +203,16 @@ def choice_of(run: Run) -> Choice:
 
 
 def compare(runs: list[Run]) -> tuple[list[Group], list[Run], list[str]]:
-    """Groups, the one with the most runs first; unfinished runs; and duplicates and cautions, one sentence each."""
+    """What can be compared with what.
+
+    Returns:
+        Groups, the one with the most runs first; unfinished runs; and a sentence for each duplicate.
+    """
     unfinished = [run for run in runs if run.val_loss is None]
     finished = [run for run in runs if run.val_loss is not None]
     groups: list[Group] = []
-    # Who states less joins a group of those who state more, so the order is: everything known, no fingerprints, matched.
+    # Who states less joins a group of those who state more, so the order is: everything known,
+    # no fingerprints, matched.
     for run in sorted(finished, key=lambda run: (bool(choice_of(run).matched), not run.identity)):
         host = _host(run, groups)
         if host is None:
@@ -145,19 +220,23 @@ def compare(runs: list[Run]) -> tuple[list[Group], list[Run], list[str]]:
             groups.append(host)
         host.runs.append(run)
     groups.sort(key=lambda group: (-len(group.runs), group.runs[0].name))
-    faults: list[str] = []
+    errors: list[str] = []
     for number, group in enumerate(groups):
         group.name = _letters(number)
-        faults += _fill(group)
+        errors += _fill(group)
         if number:
             group.notes.append(
-                f"Not in one table with group A, because {'; '.join(_differences(groups[0], group))}."
+                "Not in one table with group A, because "
+                f"{'; '.join(_differences(groups[0], group))}."
             )
-    return groups, unfinished, faults
+    return groups, unfinished, errors
 
 
 def conditions_of(run: Run) -> dict[str, Any]:
-    """What must be equal for a comparison. Where the corpus lies does not count once its fingerprint is known."""
+    """What must be equal for a comparison.
+
+    Where the corpus lies does not count once its fingerprint is known.
+    """
     settings = {
         key: value
         for key, value in run.settings.items()
@@ -174,8 +253,9 @@ def conditions_of(run: Run) -> dict[str, Any]:
 def _host(run: Run, groups: list[Group]) -> Group | None:
     """The group that `run` belongs to.
 
-    What a match altered is left out of the comparison. So are the fingerprints where `run` has none: then the corpus must at
-    least lie where that of another run of the group does. Either way only if one group is left.
+    What a match altered is left out of the comparison. So are the fingerprints where `run` has
+    none: then the corpus must at least lie where that of another run of the group does. Either way
+    only if one group is left.
     """
     conditions, lenient = conditions_of(run), set(MATCHED) if choice_of(run).matched else set()
     exact = [group for group in groups if group.conditions == conditions]
@@ -203,14 +283,15 @@ def _host(run: Run, groups: list[Group]) -> Group | None:
         return None
     if not run.identity:
         near[0].notes.append(
-            f"{run.name} has no fingerprints of corpus and tokenizer: only their names are known to agree."
+            f"{run.name} has no fingerprints of corpus and tokenizer: "
+            "only their names are known to agree."
         )
     return near[0]
 
 
 def _fill(group: Group) -> list[str]:
     """Makes the entries of a group; returns what was left out of them."""
-    faults: list[str] = []
+    errors: list[str] = []
     by_choice: dict[Choice, dict[int, Run]] = {}
     for run in sorted(group.runs, key=lambda run: run.name):
         first = by_choice.setdefault(choice_of(run), {}).setdefault(run.seed, run)
@@ -220,7 +301,7 @@ def _fill(group: Group) -> list[str]:
                 if first.val_loss == run.val_loss
                 else f"loss {run.val_loss} against {first.val_loss}"
             )
-            faults.append(
+            errors.append(
                 f"{run.name}: not counted: same settings and seed as {first.name} ({same})"
             )
             group.runs.remove(run)
@@ -238,11 +319,11 @@ def _fill(group: Group) -> list[str]:
     group.entries.sort(
         key=lambda entry: (entry.row.row if entry.row else "~", *_order(entry.choice))
     )
-    return faults
+    return errors
 
 
 def _order(choice: Choice) -> tuple[Any, ...]:
-    names = list(VARIANTS)
+    names = list(paths())
     place = names.index(choice.residual) if choice.residual in names else len(names)
     return place, choice.blocks or 0, choice.rank or 0, str(choice)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,16 +21,16 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from lrattnres.report.compare import Entry, Group
+from lrattnres.report.compare import Entry, Group, granularity, is_plain
 from lrattnres.report.measured import held_out, per_site
 from lrattnres.report.paper import SHARPNESS, TABLE1
 from lrattnres.report.read import finite
 from lrattnres.report.tables import added_percent
-from lrattnres.residual.router import VARIANTS
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 DASHES = ("-", "--", ":", "-.")
 GREY = "#555555"
+FILLS = ("full", "none", "left")  # of points, once the colours are used up
 MARKERS = {None: "o", 4: "^", 8: "s", 16: "D"}
 EARLY = 0.05  # of training: the loss falls from the entropy of a guess, and would flatten the rest
 BINS = 120  # points of a curve: more than a panel can show
@@ -84,9 +84,10 @@ def loss_against_cost(group: Group) -> Picture:
                 spread,
             )
         )
+    colors = _colors(row[2] for row in rows)
     figure, axes = plt.subplots(1, 2, figsize=(11, 5.2), layout="constrained")
     for panel, whose in zip(axes, ("paper", "ours"), strict=True):
-        _scatter(panel, [row[1:] for row in rows if row[0] == whose])
+        _scatter(panel, [row[1:] for row in rows if row[0] == whose], colors)
         panel.set(
             xlabel="added FLOPs, % of the plain core",
             ylabel="held-out loss (nats per token)",
@@ -236,12 +237,12 @@ def _sites(
         return bool(points)
 
     figure, rows, lacking = _panels(
-        group, draw, "read site: sub-layer it feeds, the head last", axis, routed=True
+        group, draw, "read site: sub-layer it feeds, the head last", axis, attending=True
     )
     if not rows:
         plt.close(figure)
         return None
-    shown = [entry for entry in group.entries if entry.choice.routed and entry.label not in lacking]
+    shown = [entry for entry in group.entries if entry.attends and entry.label not in lacking]
     training = [entry.label for entry in shown if not held_out(entry)]
     caption += (
         f" On training tokens, for want of held-out ones: {', '.join(training)}."
@@ -262,14 +263,12 @@ Draw = Callable[[Any, Entry, dict[str, Any], list[tuple[Any, ...]]], bool]
 
 
 def _panels(
-    group: Group, draw: Draw, across: str, up: str, routed: bool = False
+    group: Group, draw: Draw, across: str, up: str, attending: bool = False
 ) -> tuple[Figure, list[tuple[Any, ...]], list[str]]:
     """A panel for each family of residual paths, `draw` called for each run in it; its data; and runs without any."""
-    plain = None if routed else group.plain
+    plain = None if attending else group.plain
     entries = [
-        entry
-        for entry in group.entries
-        if entry is not plain and (entry.choice.routed or not routed)
+        entry for entry in group.entries if entry is not plain and (entry.attends or not attending)
     ]
     families = {
         name: list(members)
@@ -293,9 +292,8 @@ def _panels(
     lacking: list[str] = []
     for panel, name in zip(axes.flat, names, strict=False):
         members = families.get(name, [])
-        kind = (
-            name.rpartition(", ")[2] if routed else ""
-        )  # full routing has many more sources than blocks
+        # Without depth blocks there are many more sources.
+        kind = name.rpartition(", ")[2] if attending else ""
         if first.setdefault(kind, panel) is not panel:
             panel.sharey(first[kind])
         for number, entry in enumerate([*([plain] if plain else []), *members]):
@@ -322,31 +320,35 @@ def _panels(
     return figure, rows, lacking
 
 
-def _scatter(panel: Any, rows: Sequence[tuple[Any, ...]]) -> None:
+def _scatter(panel: Any, rows: Sequence[tuple[Any, ...]], colors: Mapping[str, Any]) -> None:
     """(row, residual, blocks, rank, percent, loss, spread) as points with the names of their rows."""
+    order = list(colors)
     for _, residual, blocks, _, percent, loss, spread in sorted(
-        rows, key=lambda row: (_place(row[1]), row[2] or 99)
+        rows, key=lambda row: (order.index(row[1]), row[2] or 99)
     ):
-        routed = residual not in VARIANTS or VARIANTS[residual].keys is not None
-        label = " ".join([residual, *([f"N={blocks}" if blocks else "full"] if routed else [])])
-        color = PALETTE[(_place(residual) - 1) % len(PALETTE)] if routed else GREY
-        panel.errorbar(percent, loss, spread, fmt="none", ecolor=color, capsize=3, zorder=1)
-        panel.plot(
-            percent,
-            loss,
-            MARKERS.get(blocks, "P") if routed else "*",
-            color=color,
-            markersize=6,
-            label=label,
-            linestyle="",
+        style = colors[residual]
+        marker = "*" if is_plain(residual) else MARKERS.get(blocks, "P")
+        label = " ".join([residual, *granularity(residual, blocks)])
+        panel.errorbar(
+            percent, loss, spread, fmt="none", ecolor=style["color"], capsize=3, zorder=1
         )
+        panel.plot(percent, loss, marker, markersize=6, label=label, linestyle="", **style)
     panel.margins(0.14)
     _name_points(panel, [(row[0], row[4], row[5]) for row in rows])
 
 
-def _place(residual: str) -> int:
-    names = list(VARIANTS)
-    return names.index(residual) if residual in names else len(names)
+def _colors(residuals: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """The looks of a point by residual path, in the order of first mention; the baseline grey."""
+    names = list(dict.fromkeys(residuals))
+    others = [name for name in names if not is_plain(name)]
+    looks = {
+        name: {
+            "color": PALETTE[number % len(PALETTE)],
+            "fillstyle": FILLS[number // len(PALETTE) % len(FILLS)],
+        }
+        for number, name in enumerate(others)
+    }
+    return {name: looks.get(name, {"color": GREY}) for name in names}
 
 
 def _name_points(panel: Any, points: Sequence[tuple[str, float, float]]) -> None:
@@ -402,9 +404,9 @@ def _style(number: int) -> dict[str, Any]:
 
 
 def _family(entry: Entry) -> str:
-    if not entry.choice.routed:
-        return entry.choice.residual
-    return f"{entry.choice.residual}, {'blocks' if entry.choice.blocks else 'full'}"
+    choice = entry.choice
+    kind = "blocks" if choice.blocks else "full"
+    return f"{choice.residual}, {kind}" if choice.family != choice.residual else choice.residual
 
 
 def _binned(points: Iterable[tuple[int, float]], steps: int) -> Line:

@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import csv
-import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lrattnres.runs.files import FOREIGN, NOT_FINITE, from_json
 from lrattnres.runs.metrics import MetricsError, MetricsFile
-
-WORDS = {
-    "nan": math.nan,
-    "inf": math.inf,
-    "-inf": -math.inf,
-    "NaN": math.nan,
-    "Infinity": math.inf,
-    "-Infinity": -math.inf,
-}
 
 
 class HistoryError(Exception):
@@ -35,10 +25,10 @@ def read_history(path: Path) -> list[dict[str, Any]]:
         raise HistoryError(f"no {', '.join(HISTORIES)}")
     try:
         records = HISTORIES[file.name](file)
-    except (MetricsError, OSError, ValueError, csv.Error) as fault:
+    except (MetricsError, OSError, ValueError, csv.Error) as error:
         raise HistoryError(
-            f"{file.name} cannot be read: {str(fault).replace(str(file), file.name)}"
-        ) from fault
+            f"{file.name} cannot be read: {str(error).replace(str(file), file.name)}"
+        ) from error
     by_step: dict[int, dict[str, Any]] = {}
     for number, record in enumerate(records, start=1):
         step = record.get("step")
@@ -50,17 +40,27 @@ def read_history(path: Path) -> list[dict[str, Any]]:
     return [by_step[step] for step in sorted(by_step)]
 
 
+def read_gaps(path: Path, last: int) -> list[str]:
+    """A sentence for each place in metrics.jsonl of the run in folder `path` where lines are missing or changed.
+
+    `last` is the step up to which there must be records. Raises nothing for a file that cannot be read.
+    """
+    file = path / "metrics.jsonl"
+    if not file.is_file():
+        return []
+    try:
+        gaps = MetricsFile.gaps(file)
+        end = max([0, *(record["step"] for record in MetricsFile.read(file))])
+    except (MetricsError, OSError):
+        return []
+    if end < last:
+        gaps.append(f"{file.name} ends at step {end}; the records up to step {last} are missing")
+    return [gap.replace(str(file), file.name) for gap in gaps]
+
+
 def read_json(text: str) -> Any:
     """JSON, numbers that are not finite in any of the spellings of Python, W&B and our own files. Raises ValueError."""
-    return _numbers(json.loads(text))
-
-
-def _numbers(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _numbers(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_numbers(item) for item in value]
-    return WORDS.get(value, value) if isinstance(value, str) else value
+    return from_json(text, foreign=True)
 
 
 def _json_lines(file: Path) -> list[dict[str, Any]]:
@@ -112,7 +112,7 @@ def _cell(text: str) -> Any:
     try:
         return read_json(text)
     except ValueError:
-        return WORDS.get(text, text)
+        return (NOT_FINITE | FOREIGN).get(text, text)
 
 
 HISTORIES: dict[str, Callable[[Path], list[dict[str, Any]]]] = {

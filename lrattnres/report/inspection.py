@@ -10,8 +10,9 @@ import torch
 from lrattnres.config import ConfigError, EvalConfig
 from lrattnres.config.checks import checked
 from lrattnres.config.commands import InspectConfig
-from lrattnres.evaluation.load import TrainedRun, load_run
+from lrattnres.evaluation.load import Loaded, load_run
 from lrattnres.evaluation.reads import reads_record
+from lrattnres.evaluation.run import results_folder
 from lrattnres.report.reads import mean_heatmap, token_heatmap
 from lrattnres.runs.files import to_json, write_atomic
 
@@ -21,9 +22,17 @@ PANELS = 6  # sites of the picture over tokens, unless some are named
 def inspect_run(config: InspectConfig, source: TextIO) -> Path:
     """Writes reads.json, tokens.png and sites.png, says so, and returns their folder.
 
-    The end-of-text token that opens every document stands in front of the text. `source` is read for `text=-`.
-    Raises ConfigError for settings that cannot be, a text that the context has no room for and a model that routes
-    nothing; RunError and CheckpointError as for `load_run`.
+    The end-of-text token that opens every document stands in front of the text. A path that attends
+    shows α, another one the coefficients of the outputs.
+
+    Args:
+        config: the settings of the command.
+        source: is read for `text=-`.
+
+    Raises:
+        ConfigError: settings that cannot be, a text that the context has no room for, or a model
+            whose reads have neither α nor coefficients.
+        RunError: as `load_run` raises it, as it does CheckpointError.
     """
     text = _text(checked(config), source)
     evaluation = EvalConfig(
@@ -34,21 +43,20 @@ def inspect_run(config: InspectConfig, source: TextIO) -> Path:
         threads=config.threads,
     )
     run = load_run(evaluation, print)
-    tokens = torch.tensor([run.tokenizer.separator, *run.tokenizer.encode(text).tolist()])
+    words = run.words
+    tokens = torch.tensor(words.opening + words.encode(text) or [words.prefix])
     shown = range(config.first, min(config.first + config.shown, len(tokens)))
     sites = _checked(config, run, len(tokens))
-    record = _named(run) | reads_record(
-        run.model, run.tokenizer, tokens, documents=run.settings.documents
-    )
+    record = _named(run) | reads_record(run.model, words, tokens, documents=run.documents)
 
-    out = Path(config.out) if config.out else run.folder.path / "inspection"
-    out.mkdir(parents=True, exist_ok=True)
+    out = results_folder(Path(config.out) if config.out else run.folder.path / "inspection")
     write_atomic(out / "reads.json", to_json(record) + "\n")
-    title = f"{run.folder.path.name}, step {run.checkpoint.step}"
+    title = f"{run.folder.path.name}, step {run.source.step}"
     part = f"tokens {shown.start} to {shown.stop - 1} of {len(tokens)}"
     token_heatmap(record, sites, shown, f"{title}: {part}", out / "tokens.png")
     mean_heatmap(record, f"{title}: mean over {len(tokens)} tokens", out / "sites.png")
-    print(f"α of {len(tokens)} tokens at {len(record['sites'])} sites: {out / 'reads.json'}")
+    what = "α" if run.model.router.attends else "coefficients"
+    print(f"{what} of {len(tokens)} tokens at {len(record['sites'])} sites: {out / 'reads.json'}")
     print(f"{part}, {len(sites)} sites: {out / 'tokens.png'}")
     print(f"all sites, mean over the tokens: {out / 'sites.png'}")
     return out
@@ -57,55 +65,58 @@ def inspect_run(config: InspectConfig, source: TextIO) -> Path:
 def _text(config: InspectConfig, source: TextIO) -> str:
     try:
         if config.file:
-            text: str | None = (
-                Path(config.file).read_bytes().decode("utf-8")
-            )  # `read_text` would change the line ends
+            # `read_text` would change the line ends
+            text: str | None = Path(config.file).read_bytes().decode("utf-8")
         else:
             text = source.read() if config.text == "-" else config.text
         assert text is not None  # `checked` has seen that one of the two is there
         text.encode("utf-8")
-    except UnicodeError as fault:
+    except UnicodeError as error:
         raise ConfigError(
-            [f"text: not UTF-8: {fault}; convert it first, with iconv for example"]
-        ) from fault
-    except OSError as fault:
-        raise ConfigError([f"file={config.file}: cannot be read: {fault.strerror}"]) from fault
+            [f"text: not UTF-8: {error}; convert it first, with iconv for example"]
+        ) from error
+    except OSError as error:
+        raise ConfigError([f"file={config.file}: cannot be read: {error.strerror}"]) from error
     return text
 
 
-def _checked(config: InspectConfig, run: TrainedRun, tokens: int) -> list[int]:
-    """The sites of the picture over tokens. Raises ConfigError for all that does not fit the run or the text."""
-    model, last = run.settings.model, 2 * run.settings.model.layers + 1
-    if run.model.router.variant.keys is None:
+def _checked(config: InspectConfig, run: Loaded, tokens: int) -> list[int]:
+    """The sites of the picture over tokens, checked with all else that the run or the text decides."""
+    model, path, last = run.model.config, run.model.router, 2 * run.model.config.layers + 1
+    if not (path.attends or path.linear):
         raise ConfigError(
             [
-                f"run={config.run}: model.residual={model.residual} has no depth attention to look into"
+                f"run={config.run}: a read of model.residual={model.residual} with these settings is "
+                "no sum of the outputs with one number each; write a run of another path"
             ]
         )
+    first = 2 if path.attends else 1
     words = config.sites.split(",") if config.sites is not None else []
-    names = {str(site): site for site in range(2, last + 1)} | {"head": last}
-    faults = [
-        f"sites={config.sites}: {word!r} must be 2 to {last - 1}, the sub-layer that a site feeds, or head"
+    names = {str(site): site for site in range(first, last + 1)} | {"head": last}
+    errors = [
+        f"sites={config.sites}: {word!r} must be {first} to {last - 1}, the sub-layer that a site "
+        "feeds, or head"
         for word in words
         if word.strip() not in names
     ]
     if tokens > model.context:
-        faults.append(
-            f"text: {tokens} tokens, the end-of-text in front included, are more than the context of {model.context}"
+        errors.append(
+            f"text: {tokens} tokens, the end-of-text in front included, are more than the context "
+            f"of {model.context}"
         )
     if config.first >= tokens:
-        faults.append(
+        errors.append(
             f"first={config.first}: the text has {tokens} tokens; write 0 to {tokens - 1}"
         )
-    if faults:
-        raise ConfigError(faults)
+    if errors:
+        raise ConfigError(errors)
     chosen = {names[word.strip()] for word in words}
     return sorted(chosen or {2 + round(step * (last - 2) / (PANELS - 1)) for step in range(PANELS)})
 
 
-def _named(run: TrainedRun) -> dict[str, Any]:
+def _named(run: Loaded) -> dict[str, Any]:
     return {
         "run": run.folder.path.name,
-        "step": run.checkpoint.step,
-        "residual": run.settings.model.residual,
+        "step": run.source.step,
+        "residual": run.model.config.residual,
     }

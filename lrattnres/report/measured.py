@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from lrattnres.config import ConfigError, TrainConfig, leaf_of, parse
-from lrattnres.report.compare import Entry, Group
+from lrattnres.report.compare import Entry, Group, model_of
 from lrattnres.report.paper import SHARPNESS
 from lrattnres.report.read import DEFAULTS, SCHEMA, Run, finite
 from lrattnres.report.tables import MISSING, Table, number
@@ -62,7 +62,7 @@ def sharpness(group: Group) -> Table:
             of = sorted({diagnostics["of"] for diagnostics in held_out(entry)})
             figures = (statistics.fmean(values), statistics.fmean(deep), max(values))
             rows.append((entry.label, *map(number, figures), "; ".join(of)))
-        elif entry.choice.routed:
+        elif entry.attends:
             lacking.append(entry.label)
     notes = [
         "Few sources leave little to choose from: compare equal N. The claims are of block models at other sizes than ours."
@@ -130,7 +130,9 @@ def _machine(run: Run) -> str:
 
 
 def _memory(run: Run) -> float | None:
-    """Bytes; None for settings that this version of the program does not know."""
+    """Bytes; None for a path or settings of a model that this version of the program does not know."""
+    if model_of(run) is None:
+        return None
     ranks = [
         int(part) for part in str(run.machine.get("ranks", "1")).split(" x ") if part.isdigit()
     ]

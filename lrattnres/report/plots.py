@@ -1,10 +1,10 @@
-"""Pictures of one run: the loss curve, and where each site reads."""
+"""Pictures of one run: the loss curve, where each site reads, and what it takes from each output."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 
@@ -13,9 +13,19 @@ matplotlib.use("Agg")  # pictures are files; a run needs no display
 import matplotlib.pyplot as plt
 import numpy as np
 
+SOURCE = "source: embedding, or last sub-layer it sums"
+OUTPUT = "output: embedding, or the sub-layer that wrote it"
+NOTHING = "#c4c4c4"  # where a site does not read that
+
 
 def loss_curve(records: list[dict[str, Any]], title: str, path: Path) -> None:
-    """Training loss of each logged step and held-out loss, in nats a token, from the lines of metrics.jsonl."""
+    """Training loss of each logged step and held-out loss, in nats a token.
+
+    Args:
+        records: the lines of metrics.jsonl.
+        title: stands above it.
+        path: the PNG file.
+    """
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for name, label, color, marker in (
         ("loss", "training", "#8fb3d9", ""),
@@ -41,52 +51,138 @@ def loss_curve(records: list[dict[str, Any]], title: str, path: Path) -> None:
     save(figure, path)
 
 
-def depth_heatmap(diagnostics: dict[str, Any], title: str, path: Path) -> None:
-    """Mean α of every site over its sources, its colours cut at the 99.5th percentile as in the paper's Figure 3.
+class Map(NamedTuple):
+    """A number for a read site and what it reads, to be drawn with a line for each site.
 
-    Sources stand under the last sub-layer they sum, so that a block's partial and final sums share a column.
+    Args:
+        values: float64 [sites, columns]; NaN where a site does not read that.
+        sites: names of the lines.
+        columns: names of the columns.
     """
-    weights, used = weight_grid(diagnostics)
-    ceiling = np.nanpercentile(weights, 99.5)
+
+    values: np.ndarray
+    sites: list[str]
+    columns: list[str]
+
+
+class Scale(NamedTuple):
+    """What a colour means, of one map or of several."""
+
+    measure: str
+    colors: str
+    low: float
+    high: float
+    extend: str
+
+    def ink(self, value: float) -> str:
+        """The colour of a text on the colour of a value."""
+        dark = abs(value) > 0.6 * self.high if self.low < 0 else value < 0.6 * self.high
+        return "w" if dark else "k"
+
+
+def scale_of(values: np.ndarray, measure: str, *, signed: bool = False) -> Scale:
+    """A scale that is cut at the 99.5th percentile, as in the paper's Figure 3.
+
+    Args:
+        values: everything that is drawn with it; what is not finite does not count.
+        measure: what the values are.
+        signed: whether the scale has two colours with zero between them, else it begins at zero.
+    """
+    shown = values[np.isfinite(values)]
+    sizes = abs(shown) if signed else shown
+    ceiling = (float(np.percentile(sizes, 99.5)) if len(sizes) else 0.0) or 1.0
+    above, below = bool((shown > ceiling).any()), signed and bool((shown < -ceiling).any())
+    extend = "both" if above and below else "max" if above else "min" if below else "neither"
+    return Scale(measure, "RdBu_r" if signed else "magma", -ceiling * signed, ceiling, extend)
+
+
+def depth_heatmap(diagnostics: Mapping[str, Any], title: str, path: Path) -> None:
+    """Mean α of every site over its sources.
+
+    Args:
+        diagnostics: `sources` and `mean_weight` of a probe's results.
+        title: stands above it.
+        path: the PNG file.
+    """
+    weights = weight_map(diagnostics)
+    _heatmap(weights, scale_of(weights.values, "mean α"), SOURCE, title, path)
+
+
+def coefficient_heatmap(rows: Sequence[Sequence[float]], title: str, path: Path) -> None:
+    """What each site takes from each output: c with h_t = Σ c_{t,i} o_i.
+
+    Args:
+        rows: of each site a number for the embedding, and one for every output before it.
+        title: stands above it.
+        path: the PNG file.
+    """
+    taken = coefficient_map(rows)
+    scale = scale_of(taken.values, "mean coefficient", signed=True)
+    _heatmap(taken, scale, OUTPUT, title, path)
+
+
+def _heatmap(drawn: Map, scale: Scale, below: str, title: str, path: Path) -> None:
+    lines, columns = drawn.values.shape
     figure, axes = plt.subplots(
-        figsize=(2.2 + 0.34 * len(used), 1.8 + 0.26 * len(weights)), layout="constrained"
+        figsize=(2.2 + 0.34 * columns, 2.06 + 0.26 * lines), layout="constrained"
     )
-    picture = axes.imshow(weights[1:, used], cmap="magma", vmin=0, vmax=ceiling, aspect="auto")
-    for row, column in np.argwhere(~np.isnan(weights[1:, used])) if len(used) <= 16 else ():
-        mean = weights[1 + row, used[column]]
-        axes.text(
-            column,
-            row,
-            f"{mean:.2f}",
-            ha="center",
-            va="center",
-            size=7,
-            color="w" if mean < 0.6 * ceiling else "k",
-        )
-    axes.set_xticks(range(len(used)), [source_label(column, len(weights)) for column in used])
-    axes.set_yticks(
-        range(len(weights) - 1),
-        [site_name(site, len(weights) - 1) for site in range(1, len(weights))],
-    )
+    picture = draw_map(axes, drawn, scale)
+    for line, column in np.argwhere(~np.isnan(drawn.values)) if columns <= 16 else ():
+        value = drawn.values[line, column]
+        style: dict[str, Any] = {"ha": "center", "va": "center", "size": 7}
+        axes.text(column, line, f"{value:.2f}", color=scale.ink(value), **style)
+    axes.set_xticks(range(columns), drawn.columns)
+    axes.set_yticks(range(lines), drawn.sites)
     axes.tick_params(labelsize=8)
-    axes.set(
-        xlabel="source: embedding, or last sub-layer it sums",
-        ylabel="read site: sub-layer it feeds",
-        title=title,
-    )
-    figure.colorbar(
-        picture,
-        ax=axes,
-        label="mean α",
-        extend="max" if np.nanmax(weights) > ceiling else "neither",
-    )
+    axes.set(xlabel=below, ylabel="read site: sub-layer it feeds")
+    axes.set_title(title, parse_math=False, wrap=True)
+    figure.colorbar(picture, ax=axes, label=scale.measure, extend=scale.extend)
     save(figure, path)
 
 
-def weight_grid(diagnostics: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Mean α [sites, 1 + sub-layers], NaN where a site has no such source, and the columns that any site reads.
+def draw_map(axes: Any, drawn: Map, scale: Scale) -> Any:
+    """A map as an image in axes; what a site does not read is grey."""
+    axes.set_facecolor(NOTHING)
+    return axes.imshow(
+        drawn.values,
+        cmap=scale.colors,
+        vmin=scale.low,
+        vmax=scale.high,
+        aspect="auto",
+        interpolation="nearest",
+    )
 
-    A source stands in the column of the last sub-layer it sums; the embedding in column 0, and the null source in the last.
+
+def weight_map(diagnostics: Mapping[str, Any]) -> Map:
+    """Mean α of the sites that have a choice, so of all but the first."""
+    weights, used = weight_grid(diagnostics)
+    head = len(weights) - 1
+    columns = [source_label(column, head + 1) for column in used]
+    return Map(weights[1:, used], [site_name(site, head) for site in range(1, head + 1)], columns)
+
+
+def coefficient_map(rows: Sequence[Sequence[float]]) -> Map:
+    """The coefficients of every site, the first one among them."""
+    values = np.full((len(rows), len(rows)), np.nan)
+    for site, row in enumerate(rows):
+        values[site, : len(row)] = row
+    sites = range(len(rows))
+    return Map(
+        values,
+        [site_name(site, len(rows) - 1) for site in sites],
+        [source_label(output, len(rows)) for output in sites],
+    )
+
+
+def weight_grid(diagnostics: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Mean α of every site over all that any site reads.
+
+    A source stands in the column of the last sub-layer that it sums, so that a block's partial and
+    final sums share one; the embedding in column 0, and the null source in the last.
+
+    Returns:
+        float64 [sites, 1 + sub-layers + 1], NaN where a site has no such source; and the columns
+        that any site reads.
     """
     sites = len(diagnostics["sources"])
     columns = {"embedding": 0} | {str(end): end for end in range(1, sites)} | {"null": sites}

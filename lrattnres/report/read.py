@@ -21,7 +21,7 @@ from typing import Any
 from omegaconf import MISSING, OmegaConf
 
 from lrattnres.config import TrainConfig, defaults, fields_of, flatten
-from lrattnres.report.history import HISTORIES, HistoryError, read_history, read_json
+from lrattnres.report.history import HISTORIES, HistoryError, read_gaps, read_history, read_json
 
 CONFIGS = ("config.yaml", "config.json")
 SUMMARIES = ("summary.json", "wandb-summary.json")
@@ -41,7 +41,7 @@ class ReportError(Exception):
 
 @dataclass(frozen=True)
 class Run:
-    """What is known of one run. `settings` are dotted keys, those that the file leaves out at their defaults; `faults` say
+    """What is known of one run. `settings` are dotted keys, those that the file leaves out at their defaults; `errors` say
     what is missing or unreadable, and what the report cannot show for it.
     """
 
@@ -52,7 +52,7 @@ class Run:
     diagnostics: Mapping[str, Any] | None = None
     identity: Mapping[str, Any] = field(default_factory=dict)
     machine: Mapping[str, Any] = field(default_factory=dict)
-    faults: tuple[str, ...] = ()
+    errors: tuple[str, ...] = ()
 
     @property
     def seed(self) -> int:
@@ -94,41 +94,51 @@ class Run:
 def find_runs(folders: list[Path]) -> tuple[list[Run], list[str]]:
     """All runs in `folders` and below them, by name, each folder once; and what is wrong, one sentence each."""
     runs: dict[Path, Run] = {}
-    faults: list[str] = []
+    errors: list[str] = []
     for folder in folders:
         if not folder.is_dir():
-            faults.append(f"{folder}: no such folder")
+            errors.append(f"{folder}: no such folder")
             continue
-        before = len(runs) + len(faults)
+        before = len(runs) + len(errors)
         for path in _candidates(folder.resolve()):
             if path in runs:
                 continue
             try:
                 runs[path] = read_run(path)
-            except ReportError as fault:
-                faults.append(str(fault))
-        if len(runs) + len(faults) == before and folder.resolve() not in runs:
-            faults.append(f"{folder}: no run in it: no folder with one of {', '.join(CONFIGS)}")
+            except ReportError as error:
+                errors.append(str(error))
+        if len(runs) + len(errors) == before and folder.resolve() not in runs:
+            errors.append(f"{folder}: no run in it: no folder with one of {', '.join(CONFIGS)}")
     named = _distinct(runs)
-    return named, [*faults, *(f"{run.name}: {fault}" for run in named for fault in run.faults)]
+    return named, [*errors, *(f"{run.name}: {error}" for run in named for error in run.errors)]
 
 
 def read_run(path: Path) -> Run:
-    """One run. Raises ReportError if its configuration cannot be read; any other fault becomes one of `Run.faults`."""
+    """One run. Raises ReportError if its configuration cannot be read; any other error becomes one of `Run.errors`."""
     settings = _settings(path)
-    faults: list[str] = []
+    errors: list[str] = []
     try:
         records = read_history(path)
-    except HistoryError as fault:
+    except HistoryError as error:
         records = []
-        faults.append(f"{fault}; no curve, gradient norm or rate of this run")
-    summary = _optional(path, SUMMARIES, faults)
-    identity = _optional(path, ("identity.json",), faults)
-    starts = _optional(path, ("environment.json",), faults).get("starts") or [{}]
-    diagnostics = _diagnostics(path, settings, records, faults)
+        errors.append(f"{error}; no curve, gradient norm or rate of this run")
+    summary = _optional(path, SUMMARIES, errors)
+    errors += read_gaps(path, _last_recorded(path, summary))
+    identity = _optional(path, ("identity.json",), errors)
+    starts = _optional(path, ("environment.json",), errors).get("starts") or [{}]
+    diagnostics = _diagnostics(path, settings, records, errors)
     return Run(
-        _name(path), settings, records, summary, diagnostics, identity, starts[-1], tuple(faults)
+        _name(path), settings, records, summary, diagnostics, identity, starts[-1], tuple(errors)
     )
+
+
+def _last_recorded(path: Path, summary: Mapping[str, Any]) -> int:
+    """The last step that has a record, as summary and newest checkpoint know it; 0 where they do not."""
+    known = [summary.get("step")]
+    for file in path.glob("checkpoints/step_*/manifest.json"):
+        details = _optional(path, (str(file.relative_to(path)),), []).get("details")
+        known += [details.get("recorded")] if isinstance(details, dict) else []
+    return max([0, *(step for step in known if isinstance(step, int))])
 
 
 def _candidates(folder: Path) -> Iterator[Path]:
@@ -164,10 +174,10 @@ def _settings(path: Path) -> dict[str, Any]:
         tree = (
             read_json(tree) if isinstance(tree, str) else tree
         )  # `json.dumps(run.json_config)`, a text in a text
-    except Exception as fault:  # the classes of two parsers
+    except Exception as error:  # the classes of two parsers
         raise ReportError(
-            f"{path.name}: left out: {file.name} cannot be read: {_line(fault)}"
-        ) from fault
+            f"{path.name}: left out: {file.name} cannot be read: {_line(error)}"
+        ) from error
     if not isinstance(tree, dict):
         raise ReportError(f"{path.name}: left out: {file.name} is not a mapping of settings")
     tree = {
@@ -201,8 +211,8 @@ def _refusal(path: Path) -> str:
         return ""
 
 
-def _optional(path: Path, names: tuple[str, ...], faults: list[str]) -> dict[str, Any]:
-    """The first of the files that is there; {} if none is, or if it is damaged, which is a fault."""
+def _optional(path: Path, names: tuple[str, ...], errors: list[str]) -> dict[str, Any]:
+    """The first of the files that is there; {} if none is, or if it is damaged, which is an error."""
     file = next((path / name for name in names if (path / name).is_file()), None)
     if file is None:
         return {}
@@ -211,13 +221,13 @@ def _optional(path: Path, names: tuple[str, ...], faults: list[str]) -> dict[str
         if not isinstance(value, dict):
             raise ValueError("not an object")
         return value
-    except (OSError, ValueError) as fault:
-        faults.append(f"{file.name} cannot be read: {_line(fault)}")
+    except (OSError, ValueError) as error:
+        errors.append(f"{file.name} cannot be read: {_line(error)}")
         return {}
 
 
 def _diagnostics(
-    path: Path, settings: Mapping[str, Any], records: list[dict[str, Any]], faults: list[str]
+    path: Path, settings: Mapping[str, Any], records: list[dict[str, Any]], errors: list[str]
 ) -> dict[str, Any] | None:
     """The newest of evaluation/, else the newest of training, which has no mean α. `of` says which."""
     sites = 2 * settings["model.layers"] + 1
@@ -227,13 +237,13 @@ def _diagnostics(
     )
     found: dict[str, Any] | None = None
     for file in files[-1:]:
-        value = _optional(path, (str(file.relative_to(path)),), faults)
+        value = _optional(path, (str(file.relative_to(path)),), errors)
         step = file.name.removeprefix("step_").partition(".")[0]
         found = value and value | {
             "of": f"held-out tokens at step {int(step) if step.isdigit() else step}"
         }
         if step.isdigit() and int(step) != settings["steps"]:
-            faults.append(
+            errors.append(
                 f"its newest diagnostics are of step {int(step)}, not of its last, {settings['steps']}"
             )
     if not found:
@@ -246,7 +256,7 @@ def _diagnostics(
             else None
         )
     if found and not _whole(found, sites):
-        faults.append(
+        errors.append(
             f"its diagnostics ({found['of']}) are not those of {sites} read sites; they are not shown"
         )
         return None
@@ -254,13 +264,16 @@ def _diagnostics(
 
 
 def _whole(diagnostics: Mapping[str, Any], sites: int) -> bool:
-    """Whether every list that is shown has an entry for each site, and mean α one for each source."""
-    names = ("effective_sources", "largest_weight", "mean_weight", "sources")
-    lists = [diagnostics[name] for name in names if name in diagnostics]
+    """Whether the lists that are shown have an entry for each site, and for each thing it reads."""
+    names = ("effective_sources", "largest_weight", "mean_weight", "sources", "coefficients")
+    lists = [diagnostics[name] for name in names if diagnostics.get(name) is not None]
     if not lists or any(not isinstance(values, list) or len(values) != sites for values in lists):
         return False
     pairs = zip(diagnostics.get("mean_weight", ()), diagnostics.get("sources", ()), strict=False)
-    return all(means is None or len(means) == len(labels) for means, labels in pairs)
+    triangle = enumerate(diagnostics.get("coefficients") or (), start=1)
+    return all(means is None or len(means) == len(labels) for means, labels in pairs) and all(
+        isinstance(row, list) and len(row) == site for site, row in triangle
+    )
 
 
 def _name(path: Path) -> str:
@@ -284,8 +297,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, float | int) and not isinstance(value, bool)
 
 
-def _line(fault: BaseException) -> str:
-    return (str(fault) or type(fault).__name__).strip().splitlines()[0]
+def _line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).strip().splitlines()[0]
 
 
 def finite(values: list[float]) -> list[float]:

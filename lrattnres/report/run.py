@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lrattnres.evaluation.run import Evaluation
-from lrattnres.report.plots import depth_heatmap, loss_curve, site_curves
+from lrattnres.report.plots import coefficient_heatmap, depth_heatmap, loss_curve, site_curves
 from lrattnres.runs.folder import RunFolder
 from lrattnres.runs.metrics import MetricsFile
 
@@ -16,7 +16,11 @@ def draw_training(folder: RunFolder) -> None:
 
 
 def draw_diagnostics(evaluation: Evaluation) -> None:
-    """plots/depth.png and plots/sites.png, if depth was measured; a heat map only where something routes."""
+    """The pictures of read sites, if they were measured.
+
+    plots/depth.png has α where a path attends, plots/coefficients.png what each site takes from
+    each output, and plots/sites.png a curve over sites for each of the other figures.
+    """
     diagnostics, folder = evaluation.diagnostics, evaluation.folder
     if diagnostics is None:
         return
@@ -24,5 +28,10 @@ def draw_diagnostics(evaluation: Evaluation) -> None:
     if any(diagnostics["mean_weight"]):
         depth_heatmap(diagnostics, title, folder.plots_path / "depth.png")
         print(f"depth attention: {folder.plots_path / 'depth.png'}")
+    if coefficients := diagnostics.get("coefficients"):
+        coefficient_heatmap(coefficients, title, folder.plots_path / "coefficients.png")
+        print(f"what each site takes from each output: {folder.plots_path / 'coefficients.png'}")
+    else:
+        print("no coefficients: what a site reads is no sum of the outputs with one number each")
     site_curves(diagnostics, title, folder.plots_path / "sites.png")
     print(f"read sites: {folder.plots_path / 'sites.png'}")

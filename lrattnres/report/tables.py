@@ -11,12 +11,10 @@ from typing import Any
 import torch
 from torchmetrics.functional import spearman_corrcoef
 
-from lrattnres.config import ConfigError, ModelConfig, parse
-from lrattnres.report.compare import Entry, Group
+from lrattnres.report.compare import Entry, Group, model_of
 from lrattnres.report.paper import DIM, TABLE1, TABLE2, PaperNorm, PaperRow
 from lrattnres.report.read import Run, finite
 from lrattnres.residual.cost import cost
-from lrattnres.residual.router import VARIANTS
 
 MISSING = "—"
 
@@ -84,19 +82,21 @@ OURS = (
 
 
 def other_runs(group: Group) -> Table | None:
-    """What is none of the 20 rows, with the same columns; None if there is no such run."""
+    """What is none of the 20 rows, with our columns and parameters; None if there is no such run."""
     entries = [entry for entry in group.entries if not entry.row]
     rows = [
-        (entry.choice.label, _settings(entry.choice.matched), *_measured(entry, group))
+        (
+            entry.choice.label,
+            _settings(entry.choice.matched),
+            _added_parameters(entry.runs[0]),
+            *_measured(entry, group),
+        )
         for entry in entries
     ]
     title = "Runs outside the paper's Table 1"
+    columns = ("run", "matched by", "added parameters", *OURS)
     return (
-        Table(
-            f"{group.name}_others", title, ("run", "matched by", *OURS), rows, tuple(_notes(group))
-        )
-        if rows
-        else None
+        Table(f"{group.name}_others", title, columns, rows, tuple(_notes(group))) if rows else None
     )
 
 
@@ -171,23 +171,16 @@ def run_list(groups: list[Group], unfinished: list[Run]) -> list[Table]:
 
 
 def added_percent(run: Run) -> float | None:
-    """Compute that the residual path adds to the core of this run's model, in percent; None if this version cannot know."""
-    model = {
-        key.removeprefix("model."): value
-        for key, value in run.settings.items()
-        if key.startswith("model.")
-    }
-    variant = VARIANTS.get(model["residual"])
-    if variant is None:
-        return None
-    try:
-        return cost(parse(ModelConfig, model), variant.keys).added_percent
-    except (ConfigError, ValueError):
-        return None
+    """Multiply-adds that the residual path adds to the core of this run's model, in percent.
+
+    None if this version of the program does not know the path or its settings.
+    """
+    config = model_of(run)
+    return None if config is None else cost(config).added_percent
 
 
 def differences(entry: Entry, group: Group) -> list[float]:
-    """Loss minus that of the baseline with the same seed, for every seed that both have."""
+    """Loss minus that of the baseline with the same seed, for every seed that both have, in nats."""
     base = group.plain.losses if group.plain else {}
     return [loss - base[seed] for seed, loss in entry.losses.items() if seed in base]
 
@@ -213,6 +206,11 @@ def granularity(row: PaperRow) -> tuple[str, str]:
     return (str(row.blocks) if row.blocks else MISSING if row is TABLE1[0] else "full"), str(
         row.rank or MISSING
     )
+
+
+def _added_parameters(run: Run) -> str:
+    config = model_of(run)
+    return MISSING if config is None else f"{cost(config).added.parameters:,}"
 
 
 def _measured(entry: Entry, group: Group) -> tuple[str, ...]:

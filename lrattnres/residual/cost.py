@@ -1,91 +1,66 @@
-"""What depth routing costs, counted from the plan: Appendix A of the low-rank paper.
+"""What a model costs: the plain transformer, counted here, and what its residual path adds, which the path says.
 
-Compute is in multiply-adds a token. Softmax and normalisation are of lower order and left out, as in the paper.
+Compute is in multiply-adds a token. Softmax and normalisation are of lower order and left out, as in the papers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lrattnres.config import BlockScale, ModelConfig, QKNorm
-from lrattnres.residual.keys import KeyRule
-from lrattnres.residual.plan import plan_of
+from lrattnres.config import ModelConfig, QKNorm
+from lrattnres.residual.base import Added, path_of
 
 
 @dataclass(frozen=True)
 class Cost:
-    """In multiply-adds a token: core: L(4d² + 3dm), the plain transformer without embedding and head; scores: r·S;
-    mixtures: d·S; projection: the key rows, r[L(d + m) + d], and what is not published: M·r·d for queries that depend on
-    the input, a factor on each of the (M + 1)·d values written for scaled sources, and M·d for gates; attention: QKᵀ and αV
-    over a causal window, L·d·T; head: d·vocabulary.
+    """The cost of one model.
 
-    beside: parameters of the embedding, if it is not the head, and of the gains of norms; parameters: what routing adds;
-    cache: values a token that are kept as sources, K·d, and K·r more for keys of their own.
+    Args:
+        core: multiply-adds a token of the plain transformer without embedding and head, L(4d² + 3dm).
+        attention: those of QKᵀ and αV over a causal window, L·d·T.
+        head: d·vocabulary.
+        beside: parameters of the embedding, if it is not the head, and of the gains of norms.
+        added: what the residual path adds.
     """
 
     core: int
-    scores: int
-    mixtures: int
-    projection: int
     attention: int
     head: int
     beside: int
-    parameters: int
-    cache: int
+    added: Added
 
     @property
-    def routing(self) -> int:
-        """What the reads cost, (d + r)·S."""
-        return self.scores + self.mixtures
+    def added_compute(self) -> int:
+        """Multiply-adds a token of the residual path."""
+        return self.added.mixing + self.added.projections
 
     @property
     def added_percent(self) -> float:
-        """What the residual path adds, in percent of the core: the axis of the paper's Figure 1."""
-        return 100 * (self.routing + self.projection) / self.core
+        """What the residual path adds, in percent of the core: the axis of the low-rank paper's Figure 1."""
+        return 100 * self.added_compute / self.core
 
     @property
     def training_flops(self) -> int:
         """FLOPs a token of a training step: a multiply-add is two, and the backward pass twice the forward."""
-        return 6 * (self.core + self.routing + self.projection + self.attention + self.head)
+        return 6 * (self.core + self.added_compute + self.attention + self.head)
 
     @property
     def model_parameters(self) -> int:
         """Of the whole model: each weight of the core and of the head is used once a token."""
-        return self.core + self.head + self.beside + self.parameters
+        return self.core + self.head + self.beside + self.added.parameters
 
 
-def cost(config: ModelConfig, keys: KeyRule | None) -> Cost:
-    """The cost of a model whose keys are made by `keys`; None for the plain residual stream."""
+def cost(config: ModelConfig) -> Cost:
+    """The cost of a model. `config.residual` must be in the table of paths."""
     layers, dim, width = config.layers, config.dim, config.mlp_width
-    plan, depth = plan_of(config), config.depth
-    rank = 0 if keys is None else config.rank if keys.ranked and config.rank else dim
-    heads = config.heads * config.head_width
-    keyed = dim if plan.embedding or plan.states else 0  # the embedding's key, if a site reads it
-    rows = rank * (layers * (heads + width) + keyed) if keys and keys.emits else 0
-    written = plan.sublayers + plan.embedding
-    queries = plan.sublayers * rank * dim if keys and depth.input_queries else 0
-    scaled = (
-        dim * written
-        if keys and (depth.learned_scale or depth.block_scale is not BlockScale.sum)
-        else 0
-    )
-    gated = plan.sublayers * dim if keys and config.gate else 0
-    scales = sum(map(bool, plan.sources(plan.sublayers))) if keys and depth.learned_scale else 0
-    gains = dim * (2 * layers + 1) * config.gains + 2 * config.head_width * layers * (
-        config.qk_norm is QKNorm.gains
-    )
+    heads, vocabulary = config.heads * config.head_width, config.vocabulary or 0
+    gains = dim * (2 * layers + 1) * config.gains
+    gains += 2 * config.head_width * layers * (config.qk_norm is QKNorm.gains)
+    projections = 2 * dim * (heads + config.value_heads * config.head_width)
     return Cost(
-        core=layers
-        * (2 * dim * (heads + config.value_heads * config.head_width) + 3 * dim * width),
-        scores=rank * plan.reads,
-        mixtures=dim * plan.reads if keys else 0,
-        projection=rows + queries + scaled + gated,
+        core=layers * (projections + 3 * dim * width),
         attention=layers * heads * config.context,
-        head=dim * (config.vocabulary or 0),
-        beside=(0 if config.tied else dim * (config.vocabulary or 0)) + gains,
-        parameters=rows
-        + plan.sublayers * (rank + (keys is not None and config.gate))
-        + queries
-        + scales,
-        cache=plan.retained * (dim + (rank if keys.emits else 0)) if keys else 0,
+        head=dim * vocabulary,
+        beside=(0 if config.tied else dim * vocabulary) + gains,
+        added=path_of(config).cost(config),
     )

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from lrattnres.config import ModelConfig, TrainConfig
+from lrattnres.residual.base import path_of
 from lrattnres.residual.cost import cost
-from lrattnres.residual.router import VARIANTS
 
 
 class Matched(NamedTuple):
@@ -23,21 +23,28 @@ class Matched(NamedTuple):
 
 
 def reference_of(model: ModelConfig, residual: str) -> ModelConfig:
-    """The same model with the residual path `residual`, routed as published. Raises ValueError where that needs a rank."""
-    keys = VARIANTS[residual].keys
-    if keys is not None and keys.ranked and model.rank is None:
-        raise ValueError(
-            f"match_to={residual}: has keys of a width of its own, and model.rank=null; write model.rank=…"
-        )
-    return dataclasses.replace(model, residual=residual, routing=None)
+    """The same model with the residual path `residual`, as published.
+
+    Args:
+        model: with the rank and depth blocks that the other path is to have, if it has a use for them.
+        residual: a name of the table of paths.
+
+    Raises:
+        ValueError: if the other path cannot have these settings.
+    """
+    path = model.path if residual == model.residual else {}
+    other = dataclasses.replace(model, residual=residual, routing=None, path=path)
+    if errors := list(path_of(other).errors(other)):
+        raise ValueError("; ".join(f"match_to={residual}: {error}" for error in errors))
+    return path_of(other).settled(other)[0]
 
 
 def _parameters(model: ModelConfig) -> int:
-    return cost(model, VARIANTS[model.residual].keys).model_parameters
+    return cost(model).model_parameters
 
 
 def _flops(model: ModelConfig) -> int:
-    return cost(model, VARIANTS[model.residual].keys).training_flops
+    return cost(model).training_flops
 
 
 def _by_parameters(config: TrainConfig, other: ModelConfig) -> Matched:
@@ -108,10 +115,6 @@ def matched(config: TrainConfig, given: ModelConfig) -> Matched:
     """
     assert config.match is not None and config.match_to is not None
     other = reference_of(given, config.match_to)
-    keys = VARIANTS[other.residual].keys
-    rank = f", rank {other.rank}" if keys and keys.ranked else ""
-    which = f" ({f'{other.blocks} blocks' if other.blocks else 'full'}{rank})" if keys else ""
+    description = path_of(other).description(other)
     found = MATCHES[config.match](config, other)
-    return found._replace(
-        note=f"match={config.match} match_to={config.match_to}{which}: {found.note}"
-    )
+    return found._replace(note=f"match={config.match} match_to={description}: {found.note}")

@@ -12,76 +12,86 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lrattnres.residual.router import Depth, DepthRouter
+from lrattnres.residual.base import ResidualPath, State
+from lrattnres.residual.coefficients import Traced
 
 
 class DepthProbe:
-    """An observer of forward passes: `model(tokens, mask, observe=probe)`. Sums are float64.
+    """An observer of forward passes: `model(tokens, mask, probe, probe.path)`. Sums are float64.
 
-    Called with `valid`, booleans [B, T], it counts those positions alone: `observe=partial(probe, valid=…)`.
+    Called with `valid`, booleans [B, T], it counts those positions alone: `partial(probe, valid=…)`.
+
+    Args:
+        path: the model's residual path.
+        trace: whether to measure coefficients too, for which the model has to run on `probe.path`.
     """
 
-    def __init__(self, router: DepthRouter):
-        self.router = router
-        self.tokens = torch.zeros(len(router.plan.sites), dtype=torch.float64)
-        self.norm = torch.zeros_like(self.tokens)
-        self.effective = torch.zeros_like(self.tokens)
-        self.largest = torch.zeros_like(self.tokens)
-        self.weights = [
-            torch.zeros(len(router.plan.sources(site)), dtype=torch.float64)
-            for site in router.plan.sites
-        ]
+    def __init__(self, path: ResidualPath, *, trace: bool = False):
+        self.sites = 2 * path.config.layers + 1
+        self.path: Any = Traced(path.definition()) if trace else path
+        self.sources = [path.sources_of(site) for site in range(self.sites)]
+        self.tokens, self.norm, self.effective, self.largest = (
+            torch.zeros(self.sites, dtype=torch.float64) for _ in range(4)
+        )
+        self.weights = [torch.zeros(len(found), dtype=torch.float64) for found in self.sources]
+        traced = range(self.sites) if trace else ()
+        self.coefficients = [torch.zeros(site + 1, dtype=torch.float64) for site in traced]
 
     @torch.no_grad()
-    def __call__(self, site: int, depth: Depth, valid: Tensor | None = None) -> None:
+    def __call__(self, site: int, state: State, valid: Tensor | None = None) -> None:
+        path = self.path
+
         def counted(values: Tensor) -> Tensor:
             return values.flatten(0, -2) if valid is None else values[valid.to(values.device)]
 
-        hidden = counted(self.router.hidden(depth, site))
+        hidden = counted(path.hidden(state, site))
         self.tokens[site] += hidden[..., 0].numel()
         self.norm[site] += _total(hidden.float().norm(dim=-1))
-        weights = self.router.weights(depth, site)
+        if isinstance(path, Traced):
+            self.coefficients[site] += _sum_of_rows(counted(path.coefficients(state, site)))
+        weights = path.weights(state, site)
         if weights is None:
             return
         weights = counted(weights)
         entropy = torch.special.entr(weights).sum(-1)
-        heads = self.router.heads
-        self.effective[site] += _total(entropy.exp()) / heads
-        self.largest[site] += _total(weights.amax(-1)) / heads
-        self.weights[site] += weights.flatten(0, -2).sum(0, dtype=torch.float64).cpu() / heads
+        self.effective[site] += _total(entropy.exp()) / path.heads
+        self.largest[site] += _total(weights.amax(-1)) / path.heads
+        self.weights[site] += _sum_of_rows(weights) / path.heads
 
     def sums(self) -> list[Tensor]:
         """Everything that adds up over tokens, alive: ranks make one result of theirs by summing these in place."""
-        return [self.tokens, self.norm, self.effective, self.largest, *self.weights]
+        own = [self.tokens, self.norm, self.effective, self.largest]
+        return [*own, *self.weights, *self.coefficients]
 
     def results(self) -> dict[str, Any]:
-        """Plain lists for JSON, one entry a site: what is undefined where nothing routes is None."""
-        routes = [
-            site > 0 and self.router.variant.keys is not None for site in self.router.plan.sites
-        ]
+        """Plain lists for JSON, one entry a site: what is undefined where nothing attends is None.
+
+        `coefficients` of a site: one for the embedding, then one for each output.
+        """
+        attends = [site > 0 and self.path.attends for site in range(self.sites)]
         count = self.tokens.clamp(min=1)
 
-        def per_site(sums: Tensor) -> list[float | None]:
-            means = (sums / count).tolist()
-            return [mean if routed else None for mean, routed in zip(means, routes, strict=True)]
+        def where_it_attends(values: list[Any]) -> list[Any]:
+            return [value if there else None for value, there in zip(values, attends, strict=True)]
 
-        means = [(weights / n).tolist() for weights, n in zip(self.weights, count, strict=True)]
-        return {
+        def means(rows: list[Tensor]) -> list[list[float]]:
+            return [(row / n).tolist() for row, n in zip(rows, count, strict=True)]
+
+        mean_weight = where_it_attends(means(self.weights))
+        results = {
             "tokens": int(self.tokens[0]),
-            "sources": [
-                [source_name(s) for s in self.router.plan.sources(site)]
-                for site in self.router.plan.sites
-            ],
-            "mean_weight": [
-                mean if routed else None for mean, routed in zip(means, routes, strict=True)
-            ],
-            "effective_sources": per_site(self.effective),
-            "largest_weight": per_site(self.largest),
-            "newest_weight": [
-                mean[-1] if routed else None for mean, routed in zip(means, routes, strict=True)
-            ],
+            "sources": [[source_name(source) for source in found] for found in self.sources],
+            "mean_weight": mean_weight,
+            "effective_sources": where_it_attends((self.effective / count).tolist()),
+            "largest_weight": where_it_attends((self.largest / count).tolist()),
+            "newest_weight": [None if row is None else row[-1] for row in mean_weight],
             "hidden_norm": (self.norm / count).tolist(),
         }
+        return results | ({"coefficients": means(self.coefficients)} if self.coefficients else {})
+
+
+def _sum_of_rows(rows: Tensor) -> Tensor:
+    return rows.flatten(0, -2).sum(0, dtype=torch.float64).cpu()
 
 
 def _total(values: Tensor) -> Tensor:

@@ -1,36 +1,44 @@
-"""Checkpoints: complete or absent, verified before they are used, and safe to open whoever wrote them.
+"""Checkpoints: complete or absent, verified before use, and safe to open whoever wrote them.
 
     checkpoints/step_000040/
-        manifest.json                 format, step, details, and size and SHA-256 of every other file
-        .metadata                     torch.distributed.checkpoint (DCP): one entry "model.NAME" for each tensor
+        manifest.json                 format, step, details; size and SHA-256 of every other file
+        .metadata                     of torch.distributed.checkpoint (DCP): an entry "model.NAME"
+                                      for each tensor
         __0_0.distcp  __1_0.distcp    what each rank wrote
 
-A save goes to the hidden sibling `.step_000040.partial`, is brought to the disk, and only then gets its name. What is
-found under a final name was therefore complete once; the manifest tells whether it still is.
+A save goes to the hidden sibling `.step_000040.partial`, is brought to the disk, and only then gets
+its name. What is found under a final name was therefore complete once; the manifest tells whether
+it still is. Other hidden siblings:
+
+    .step_000040.replaced       the old one, while a new one gets its name
+    .step_000040.superseded     later than where the run was told to go on from; it stays until the
+                                next save is complete
+    .step_000040.damaged        passed over; nobody removes it
+    .step_000040.removed        about to be deleted
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import ProcessGroup
-
-from lrattnres.distributed.crew import CheckpointError, Crew
+from lrattnres.distributed.ranks import Ranks
+from lrattnres.runs.errors import CheckpointError, listed
 from lrattnres.runs.files import sync
 from lrattnres.runs.manifest import verified_manifest, write_manifest
 from lrattnres.runs.tensors import (
     Reader,
     State,
     differences,
+    errors_in,
     explained,
-    faults_of,
-    listed,
     named_tensors,
     read_tensors,
     snapshot,
@@ -41,67 +49,101 @@ __all__ = ["Checkpoint", "CheckpointError", "Checkpoints", "State"]
 
 
 class Checkpoint:
-    """One complete checkpoint whose files have just been compared with its manifest, by all ranks of `crew` together.
+    """One complete checkpoint, whose files have just been compared with its manifest.
 
-    Raises CheckpointError that names the folder and the first thing that is wrong with it.
+    Made by all ranks together.
+
+    Args:
+        path: Its folder.
+        step: That it must be of.
+        ranks: Who reads it.
+
+    Raises:
+        CheckpointError: Names the folder and the first thing that is wrong with it.
     """
 
     step: int
     path: Path
     details: dict[str, Any]
 
-    def __init__(self, path: Path, step: int, crew: Crew):
-        manifest = verified_manifest(path, step, crew)
+    def __init__(self, path: Path, step: int, ranks: Ranks):
+        manifest = verified_manifest(path, step, ranks)
         self.path, self.step, self.details = path, step, manifest["details"]
-        self._files, self._crew = frozenset(manifest["files"]), crew
+        self._files, self._ranks = frozenset(manifest["files"]), ranks
 
     def keys(self, group: str) -> list[str]:
         """The keys under a top-level name, sorted; none where there is no such name.
 
-        Not collective. It is the caller who decides about the values of ranks that were there and are no more.
+        Not collective.
+
+        It is the caller who decides about the values of ranks that were there and are no more.
         """
-        with explained(f"{self.path}: cannot be read"):
+        with explained(f"{self.path}: cannot be read", self._ranks):
             saved = [
                 name.partition(".") for name in self._reader().read_metadata().state_dict_metadata
             ]
             return sorted(key for name, _, key in saved if name == group)
 
     def load(self, state: State) -> None:
-        """Copies the saved values into the given tensors, bit by bit; each may lie on any device, whole or sharded,
-        however it was when it was saved. Collective.
+        """Copies the saved values into tensors, bit by bit. Collective.
 
-        Top-level names of the checkpoint that no rank's `state` has are not read. Inside a given one, names, shapes and
-        dtypes must be the saved ones, but for keys that only another rank gives: CheckpointError lists every difference,
-        and no tensor is touched.
+        Top-level names of the checkpoint that no rank's `state` has are not read.
+
+        Args:
+            state: Top-level name -> key -> tensor; each may lie on any device, whole or sharded,
+                however it was when it was saved. Inside a top-level name, keys, shapes and dtypes
+                must be the saved ones, but for keys that only another rank gives.
+
+        Raises:
+            CheckpointError: Lists every difference; then no tensor was touched.
         """
-        reader, crew = self._reader(), self._crew
+        reader, ranks = self._reader(), self._ranks
 
         def check() -> tuple[set[str], set[str]]:
-            self._refuse(faults_of(state))
+            self._refuse(errors_in(state))
             return set(named_tensors(state)), set(state)
 
-        with explained(f"{self.path}: cannot be read"):
-            wanted = crew.share(check)
-            names, groups = (set().union(*parts) for parts in zip(*wanted, strict=True))
-            crew.share(
-                lambda: self._refuse(differences(state, reader.read_metadata(), names, groups))
-            )
-            crew.share(lambda: read_tensors(reader, state))
+        try:
+            with explained(f"{self.path}: cannot be read", ranks):
+                wanted = ranks.collect(check)
+                names, groups = (set().union(*parts) for parts in zip(*wanted, strict=True))
+                ranks.all_succeed(
+                    lambda: self._refuse(differences(state, reader.read_metadata(), names, groups))
+                )
+                ranks.all_succeed(lambda: read_tensors(reader, state))
+        except CheckpointError as error:
+            if self.path.exists():
+                raise
+            raise CheckpointError(
+                f"{self.path}: removed while it was read, by a training that goes on; the same "
+                "command finds a newer one"
+            ) from error
 
-    def _refuse(self, faults: list[str]) -> None:
-        if faults:
-            raise CheckpointError(f"{self.path} does not fit:\n" + listed(faults))
+    def _refuse(self, errors: list[str]) -> None:
+        if errors:
+            raise CheckpointError(f"{self.path} does not fit:\n" + listed(errors))
 
     def _reader(self) -> Reader:
         return Reader(self.path, self._files)
 
 
 class Checkpoints:
-    """The checkpoints of one run, written by one process at a time, or by the ranks of a job together.
+    """The checkpoints of one run, written by one process at a time, or by the ranks of a job
+    together.
 
-    With a `group`, which must be the whole job, every rank makes one of these, and all call `save`, `wait`, `newest`,
-    `at` and `load` at the same point; what fails on one fails on all. Without it a process is alone, be there a group or
-    not, and can read what any number of ranks wrote.
+    What is said to be collective is called by all ranks at the same point; what fails on one fails
+    on all. A process alone, be there a process group or not, can read what any number of ranks
+    wrote.
+
+    Args:
+        folder: `checkpoints` of the run folder; no file is touched yet.
+        keep_last: How many of the newest are kept, at least 1.
+        keep_every: Those at multiples of this step are kept too; None: no others.
+        ranks: The job, in a process group of its own (`Ranks.apart`); None for a process alone.
+        asynchronous: Whether `save` returns as soon as it has a copy in host memory.
+
+    Raises:
+        CheckpointError: A number is below 1.
     """
 
     def __init__(
@@ -110,20 +152,14 @@ class Checkpoints:
         *,
         keep_last: int = 2,
         keep_every: int | None = None,
-        group: ProcessGroup | None = None,
+        ranks: Ranks | None = None,
         asynchronous: bool = False,
-        timeout: float = 1800.0,
     ):
-        """Keeps the newest `keep_last` checkpoints, and those at multiples of `keep_every`. Touches no file.
-
-        `asynchronous`: `save` returns when it has a copy in host memory. Ranks that are further apart than `timeout`
-        seconds give up.
-        """
         for name, value in {"keep_last": keep_last, "keep_every": keep_every}.items():
             if value is not None and value < 1:
                 raise CheckpointError(f"checkpoint.{name}={value}: must be at least 1")
         self.folder, self.keep_last, self.keep_every = Path(folder), keep_last, keep_every
-        self._crew = Crew(group, timeout)
+        self._ranks = ranks or Ranks()
         self._background = (
             ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
         )
@@ -131,121 +167,170 @@ class Checkpoints:
         self._passed_over: set[int] = set()
 
     def save(self, step: int, state: State, details: dict[str, Any]) -> Path:
-        """Writes the checkpoint of `step` and returns its folder; one that was there before is replaced. Collective.
+        """Writes the checkpoint of `step`; one that was there before is replaced. Collective.
 
-        DTensors are saved as what they are shards of. A plain tensor is saved once, and must be the same on every rank
-        that has its key; give a value of one rank a key with the rank in it, like "cpu.rank3". `details` (those of rank
-        0) are kept in the manifest and must survive JSON unchanged. Afterwards older checkpoints are removed, as the
-        constructor says, but never the one just written.
+        Afterwards older checkpoints are removed, as the constructor says, and superseded ones, but
+        never the one just written.
 
-        Raises CheckpointError when a value is no tensor, or not the same everywhere, or the disk refuses on any rank:
-        then nothing of this save remains, and what was there before still is. An asynchronous one raises it at the next
-        `save` or `wait`, after which it is forgotten.
+        Args:
+            step: At least 0.
+            state: Top-level name -> key -> tensor. DTensors are saved as what they are shards of. A
+                plain tensor is saved once, and must be the same on every rank that has its key;
+                give a value of one rank a key with the rank in it, like "cpu.rank3".
+            details: Kept in the manifest (those of rank 0); must survive JSON unchanged.
+
+        Returns:
+            The folder of the checkpoint.
+
+        Raises:
+            CheckpointError: A value is no tensor, or not the same everywhere, or the disk refuses
+                on any rank: then nothing of this save remains, and what was there before still is.
+                One in the background raises it at the next `save` or `wait`, after which it is
+                forgotten.
         """
         self.wait()
-        self._crew.share(lambda: self._check(step, state, details))
+        self._ranks.all_succeed(lambda: self._check(step, state, details))
         if self._background is None:
             return self._write(step, state, details)
-        with explained(f"{self.folder / _name(step)} is not written: its copy in host memory"):
-            copy: State = {}
-            self._crew.share(lambda: copy.update(snapshot(state)))
+        what = f"{self.folder / _name(step)} is not written: its copy in host memory"
+        with explained(what, self._ranks):
+            copy = self._ranks.all_succeed(lambda: snapshot(state))
         self._pending = self._background.submit(
             self._write, step, copy, json.loads(json.dumps(details))
         )
         return self.folder / _name(step)
 
     def wait(self) -> None:
-        """Returns when no save goes on any more. Raises CheckpointError if the last one failed, once."""
+        """Returns when no save goes on any more.
+
+        Raises:
+            CheckpointError: The last one failed; it is said once.
+        """
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
     def steps(self) -> list[int]:
-        """Steps that have a checkpoint, rising; nothing is verified."""
+        """Steps that have a checkpoint, rising; nothing is verified.
+
+        Raises:
+            CheckpointError: The folder is none, or a link to one that is not there.
+        """
         return sorted({step for step, _, ending in self._entries() if ending in ("", "replaced")})
 
+    def superseded(self) -> list[int]:
+        """Steps whose checkpoints are set aside until the next save is complete, rising."""
+        return sorted({step for step, _, ending in self._entries() if ending == "superseded"})
+
     def newest(self, report: Callable[[str], None]) -> Checkpoint | None:
-        """The newest complete checkpoint, None where there is none. Each newer one that is broken, and each save that
-        was cut short, is passed over, and `report` gets a line with its path and what is wrong. Collective.
+        """The newest complete checkpoint, None where there is none. Collective.
+
+        Args:
+            report: Gets a sentence for each newer one that is broken, and each save that was cut
+                short.
+
+        Raises:
+            CheckpointError: The folder cannot be read.
         """
         self.wait()
-        complete, unfinished = self._crew.first(self._found)
+        with explained(f"{self.folder}: cannot be read", self._ranks):
+            complete, unfinished = self._ranks.of_first(self._found)
         for step in sorted(complete | unfinished, reverse=True):
             if step in unfinished:
                 report(
-                    f"{self._hidden(step, 'partial')}: unfinished, its save was cut short (or still goes on); passed over"
+                    f"{self._hidden(step, 'partial')}: unfinished, its save was cut short (or "
+                    "still goes on); passed over"
                 )
                 continue
             try:
                 return self.at(step)
-            except CheckpointError as fault:
+            except CheckpointError as error:
+                if not self._ranks.of_first(partial(os.path.lexists, self._path(step))):
+                    return self.newest(report)  # removed by a training that goes on
                 self._passed_over.add(step)
                 report(
-                    f"{fault}; passed over (and renamed to {self._hidden(step, 'damaged').name} if training goes on)"
+                    f"{error}; passed over (and renamed to {self._hidden(step, 'damaged').name} if "
+                    "training goes on)"
                 )
         return None
 
     def at(self, step: int) -> Checkpoint:
-        """The checkpoint of `step`. Collective. Raises CheckpointError that lists the steps there are, or says what is
-        broken.
+        """The checkpoint of `step`, a superseded one too. Collective.
+
+        Raises:
+            CheckpointError: There is none (it lists the steps there are), or it is broken.
         """
         self.wait()
 
         def find() -> Path:
-            if step not in self.steps():
-                there = ", ".join(map(str, self.steps())) or "none"
+            there = sorted({*self.steps(), *self.superseded()})
+            if step not in there:
                 raise CheckpointError(
-                    f"{self.folder}: no checkpoint of step {step}; there are: {there}"
+                    f"{self.folder}: no checkpoint of step {step}; there are: "
+                    + (", ".join(map(str, there)) or "none")
                 )
             return self._path(step)
 
-        return Checkpoint(self._crew.first(find), step, self._crew)
+        return Checkpoint(self._ranks.of_first(find), step, self._ranks)
 
     def rewind(self, step: int) -> list[int]:
-        """Removes the checkpoints after `step` and returns their steps: once a run goes on from `step`, they belong to
-        a past that did not happen, and must not be taken for its newest ones later. One that `newest` passed over is only
-        renamed, to `.step_NNNNNN.damaged`: what cannot be read from here may be whole. Not collective: one process does it.
+        """Sets the checkpoints after `step` aside. Not collective: one process does it.
+
+        Once a run goes on from `step`, they belong to a past that did not happen, and must not be
+        taken for its newest ones later. They are removed when the next save is complete; until then
+        `at` finds them. One that `newest` passed over becomes `.step_NNNNNN.damaged`, and stays:
+        what cannot be read from here may be whole.
+
+        Returns:
+            The steps that are set aside until the next save, rising.
+
+        Raises:
+            CheckpointError: The disk refuses.
         """
         self.wait()
-        gone = [later for later in self.steps() if later > step]
-        with explained(f"{self.folder}: checkpoints after step {step} cannot be removed"):
-            for later in gone:
-                if later in self._passed_over:
-                    aside = self._hidden(later, "damaged")
-                    shutil.rmtree(aside, ignore_errors=True)
-                    self._path(later).rename(aside)
-                else:
-                    self._remove(later)
-        return gone
+        later = [other for other in self.steps() if other > step]
+        what = f"{self.folder}: checkpoints after step {step} cannot be set aside"
+        with explained(what, self._ranks):
+            for other in later:
+                ending = "damaged" if other in self._passed_over else "superseded"
+                aside = self._hidden(other, ending)
+                _delete(aside)
+                self._path(other).rename(aside)
+            if step in self.superseded() and step not in self.steps():
+                self._path(step).rename(self.folder / _name(step))
+        return [other for other in later if other not in self._passed_over]
 
     def _check(self, step: int, state: State, details: dict[str, Any]) -> None:
-        faults = faults_of(state) + _unfaithful(details)
-        if faults:
-            raise CheckpointError(f"{self.folder / _name(step)} is not written:\n" + listed(faults))
+        errors = errors_in(state) + _unfaithful(details)
+        if errors:
+            raise CheckpointError(f"{self.folder / _name(step)} is not written:\n" + listed(errors))
 
     def _write(self, step: int, state: State, details: dict[str, Any]) -> Path:
-        """All of a save, in the background or not. Every line is for all ranks, and fails on all or on none."""
-        partial, crew = self._hidden(step, "partial"), self._crew
+        """All of a save, in the background or not.
+
+        Every line is for all ranks, and fails on all or on none.
+        """
+        unfinished, ranks = self._hidden(step, "partial"), self._ranks
+        what = f"{unfinished}: the checkpoint of step {step} is not written"
+        what += ", earlier ones are as they were"
         try:
-            with explained(
-                f"{partial}: the checkpoint of step {step} is not written, earlier ones are as they were"
-            ):
-                crew.first(lambda: self._begin(partial))
-                write_tensors(partial, state, crew)
-                write_manifest(partial, step, details, crew)
-                crew.first(lambda: self._install(partial, step))
+            with explained(what, ranks):
+                ranks.of_first(lambda: self._begin(unfinished))
+                write_tensors(unfinished, state, ranks)
+                write_manifest(unfinished, step, details, ranks)
+                ranks.of_first(lambda: self._install(unfinished, step))
         finally:
-            if crew.rank == 0:
-                shutil.rmtree(partial, ignore_errors=True)
+            if ranks.first:
+                shutil.rmtree(unfinished, ignore_errors=True)
         path = self.folder / _name(step)
-        with explained(f"{path} is written, but older checkpoints cannot be removed"):
-            crew.first(lambda: self._prune(step))
+        with explained(f"{path} is written, but older checkpoints cannot be removed", ranks):
+            ranks.of_first(lambda: self._prune(step))
         return path
 
-    def _begin(self, partial: Path) -> None:
+    def _begin(self, unfinished: Path) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._sweep()
-        partial.mkdir()
+        unfinished.mkdir()
 
     def _found(self) -> tuple[set[int], set[int]]:
         """Steps that have a checkpoint, and those that have no more than the beginning of one."""
@@ -255,10 +340,19 @@ class Checkpoints:
         } - complete
 
     def _entries(self) -> Iterator[tuple[int, Path, str]]:
-        """(step, path, ending) of every folder with a name of ours; the ending is empty for a final name."""
-        for path in self.folder.iterdir() if self.folder.is_dir() else ():
+        """(step, path, ending) of whatever has a name of ours; the ending is empty for a final
+        name.
+        """
+        if not self.folder.is_dir():
+            if os.path.lexists(self.folder):
+                raise CheckpointError(
+                    f"{self.folder}: not a folder, or a link to one that is not there; restore it, "
+                    "or remove it to start from the beginning"
+                )
+            return
+        for path in self.folder.iterdir():
             match = re.fullmatch(
-                r"step_(\d{6,})|\.step_(\d{6,})\.(partial|replaced|removed)", path.name
+                r"step_(\d{6,})|\.step_(\d{6,})\.(partial|replaced|superseded|removed)", path.name
             )
             if match:
                 yield int(match[1] or match[2]), path, match[3] or ""
@@ -267,29 +361,35 @@ class Checkpoints:
         return self.folder / f".{_name(step)}.{ending}"
 
     def _path(self, step: int) -> Path:
-        """Where the checkpoint of a step lies: set aside if a process was killed between the renames of `_install`."""
-        path = self.folder / _name(step)
-        return path if path.exists() else self._hidden(step, "replaced")
+        """Where the checkpoint of a step lies: perhaps set aside, by `rewind` or by a kill in
+        `_install`.
+        """
+        places = [self.folder / _name(step)]
+        places += [self._hidden(step, ending) for ending in ("replaced", "superseded")]
+        return next((path for path in places if os.path.lexists(path)), places[0])
 
-    def _install(self, partial: Path, step: int) -> None:
-        """Gives a complete folder its final name. The old one keeps a name under which it is found until then."""
+    def _install(self, unfinished: Path, step: int) -> None:
+        """Gives a complete folder its final name.
+
+        The old one keeps a name under which it is found until then.
+        """
         path, aside = self.folder / _name(step), self._hidden(step, "replaced")
-        if path.exists():
+        if os.path.lexists(path):
             path.rename(aside)
-        partial.rename(path)
+        unfinished.rename(path)
         sync(self.folder)
-        if aside.exists():
-            shutil.rmtree(aside)
+        _delete(aside)
 
-    def _remove(self, step: int) -> None:
+    def _remove(self, path: Path, step: int) -> None:
         """Renamed first: a folder that is half deleted must not look like a damaged checkpoint."""
         hidden = self._hidden(step, "removed")
-        if hidden.exists():
-            shutil.rmtree(hidden)
-        self._path(step).rename(hidden)
-        shutil.rmtree(hidden)
+        _delete(hidden)
+        path.rename(hidden)
+        _delete(hidden)
 
     def _prune(self, written: int) -> None:
+        for step in self.superseded():
+            self._remove(self._hidden(step, "superseded"), step)
         steps = self.steps()
         kept = {
             written,
@@ -297,15 +397,25 @@ class Checkpoints:
             *(step for step in steps if self.keep_every and step % self.keep_every == 0),
         }
         for step in set(steps) - kept:
-            self._remove(step)
+            self._remove(self._path(step), step)
 
     def _sweep(self) -> None:
-        """Clears away what processes that were killed left behind, but not the only copy of a checkpoint."""
+        """Clears away what processes that were killed left behind, but not the only copy of a
+        checkpoint.
+        """
         for step, path, ending in list(self._entries()):
             if ending in ("partial", "removed") or (
                 ending == "replaced" and self._path(step) != path
             ):
-                shutil.rmtree(path)
+                _delete(path)
+
+
+def _delete(path: Path) -> None:
+    """Whatever it is, if it is there; of a link the link alone."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _name(step: int) -> str:
@@ -319,5 +429,5 @@ def _unfaithful(details: dict[str, Any]) -> list[str]:
         return [
             f"details={details!r}: JSON gives something else back; write lists, and texts as keys"
         ]
-    except (TypeError, ValueError) as fault:
-        return [f"details={details!r}: cannot be written as JSON: {fault}"]
+    except (TypeError, ValueError) as error:
+        return [f"details={details!r}: cannot be written as JSON: {error}"]

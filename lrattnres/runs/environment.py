@@ -1,4 +1,7 @@
-"""What a run was started with: versions, code and command line. Nothing that tells whose machine it was."""
+"""What a run was started with: versions, code and command line.
+
+Nothing that tells whose machine it was.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ PACKAGE = "lrattnres"
 
 
 def describe_environment() -> dict[str, Any]:
-    """Plain values, ready for JSON; null for what is not installed or not known. The time is in UTC."""
+    """Plain values, ready for JSON; null for what is not installed or not known.
+
+    The time is in UTC.
+    """
     return {
         "time": datetime.now(UTC).isoformat(timespec="microseconds"),
         "command": sys.orig_argv,
@@ -32,7 +38,9 @@ def describe_environment() -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str | None]:
-    """Installed versions of everything that the package requires, extras too, and of Triton, which torch brings."""
+    """Installed versions of everything that the package requires, extras too, and of Triton, which
+    torch brings.
+    """
     try:
         required = importlib.metadata.requires(PACKAGE) or []
     except importlib.metadata.PackageNotFoundError:  # run from a checkout that was never installed
@@ -49,9 +57,11 @@ def _version(name: str) -> str | None:
 
 
 def _git(root: Path) -> dict[str, Any] | None:
-    """Revision of the package's own checkout, and whether any file in it was changed or added since.
+    """Revision of the package's own checkout, and whether any file in it was changed or added
+    since.
 
-    None where there is no git or no checkout: a repository around an installed package says nothing about its code.
+    None where there is no git or no checkout: a repository around an installed package says nothing
+    about its code.
     """
     try:
         if Path(_ask(root, "rev-parse", "--show-toplevel")).resolve() != root.resolve():

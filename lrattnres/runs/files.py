@@ -1,4 +1,6 @@
-"""Files that are either the old ones or the new ones, whenever the machine stops; and JSON that any reader takes."""
+"""Files that are either the old ones or the new ones, whenever the machine stops; and JSON that any
+reader takes.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+# As Python, JavaScript and W&B spell them, in quotes or without.
+FOREIGN = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def sync(path: Path) -> None:
@@ -22,9 +26,11 @@ def sync(path: Path) -> None:
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Replaces `path` as a whole: a hidden sibling is written, brought to the disk and renamed into place.
+    """Replaces `path` as a whole: a hidden sibling is written, brought to the disk and renamed into
+    place.
 
-    Raises OSError; `path` is then what it was before.
+    Raises:
+        OSError: It cannot be written; `path` is then what it was before.
     """
     partial = path.with_name(
         f".{path.name}.{uuid.uuid4().hex}.partial"
@@ -39,17 +45,29 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """JSON as RFC 8259 has it, which knows no NaN: such numbers become the texts "nan", "inf" and "-inf".
+    """JSON as RFC 8259 has it, which knows no NaN: such numbers become the texts "nan", "inf" and
+    "-inf".
 
     `float` of the text gives the number back in most languages, and `from_json` does so here.
-    Raises TypeError for what JSON has no form for (a tensor, for one).
+
+    Raises:
+        TypeError: The value holds what JSON has no form for (a tensor, for one).
     """
     return json.dumps(_words(value), indent=indent, ensure_ascii=False, allow_nan=False)
 
 
-def from_json(text: str | bytes) -> Any:
-    """The inverse of `to_json`. Raises ValueError where the text is not JSON."""
-    return _numbers(json.loads(text, parse_constant=_refuse))
+def from_json(text: str | bytes, *, foreign: bool = False) -> Any:
+    """The inverse of `to_json`.
+
+    Args:
+        text: The whole of a JSON document.
+        foreign: Take other programs' spellings of numbers that are not finite too, such as NaN.
+
+    Raises:
+        ValueError: The text is not JSON.
+    """
+    tree = json.loads(text, parse_constant=FOREIGN.__getitem__ if foreign else _refuse)
+    return _numbers(tree, NOT_FINITE | FOREIGN if foreign else NOT_FINITE)
 
 
 def _words(value: Any) -> Any:
@@ -60,12 +78,12 @@ def _words(value: Any) -> Any:
     return [_words(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _numbers(value: Any) -> Any:
+def _numbers(value: Any, words: dict[str, float]) -> Any:
     if isinstance(value, dict):
-        return {key: _numbers(item) for key, item in value.items()}
+        return {key: _numbers(item, words) for key, item in value.items()}
     if isinstance(value, list):
-        return [_numbers(item) for item in value]
-    return NOT_FINITE.get(value, value) if isinstance(value, str) else value
+        return [_numbers(item, words) for item in value]
+    return words.get(value, value) if isinstance(value, str) else value
 
 
 def _refuse(constant: str) -> None:

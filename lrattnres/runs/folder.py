@@ -2,11 +2,13 @@
 
     runs/NAME/
         config.yaml        every setting, ending with YAML's own end mark `...`
+        paths.json         the paths in config.yaml from the root on, wherever the command was given
         identity.json      fingerprints of what the settings only name: corpus, tokenizer
         corpus.json        the files of a streamed corpus: revision, names, sizes, row groups
         environment.json   "starts": versions, revision and command line of every start
-        metrics.jsonl      one JSON object a line
-        evaluation/        what eval.py measured, and step_STEP.diagnostics.json: where each site reads, of training too
+        metrics.jsonl      one JSON object a line (see lrattnres/runs/metrics.py)
+        evaluation/        what eval.py measured, and step_STEP.diagnostics.json: where each site
+                           reads, of training too
         checkpoints/       plots/       summary.json (once the run is finished)
 
 Every file is replaced as a whole, so what is there is complete.
@@ -15,9 +17,12 @@ Every file is replaced as a whole, so what is there is complete.
 from __future__ import annotations
 
 import fcntl
+import glob
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import reduce
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,10 +31,12 @@ from omegaconf import OmegaConf
 from lrattnres.config import ConfigError, TrainConfig, fields_of, parse, plain, values_of
 from lrattnres.data.listing import differences
 from lrattnres.runs.environment import describe_environment
+from lrattnres.runs.errors import listed
 from lrattnres.runs.files import from_json, to_json, write_atomic
 
 LONGEST_NAME = 200  # bytes; file systems take 255, and names of files derived from it must fit too
 END = "...\n"
+PATHS = ("data.root", "data.cache", "tokenizer.path", "initial")  # settings that name files
 
 
 class RunError(Exception):
@@ -37,11 +44,16 @@ class RunError(Exception):
 
 
 class RunFolder:
-    """Paths of a run. The constructor touches nothing; `open` is for the process that trains."""
+    """Paths of a run. The constructor touches nothing; `open` is for the process that trains.
+
+    Attributes:
+        notes: What `open` has to say to the user, a sentence each.
+    """
 
     def __init__(self, path: Path):
         self.path = Path(path)
         self.config_path = self.path / "config.yaml"
+        self.paths_path = self.path / "paths.json"
         self.identity_path = self.path / "identity.json"
         self.corpus_path = self.path / "corpus.json"
         self.environment_path = self.path / "environment.json"
@@ -49,7 +61,16 @@ class RunFolder:
         self.checkpoints_path = self.path / "checkpoints"
         self.plots_path = self.path / "plots"
         self.summary_path = self.path / "summary.json"
+        self.notes: list[str] = []
         self._lock: IO[str] | None = None
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> RunFolder:
+        """The folder `config.runs`/`config.name`, untouched.
+
+        Raises RunError for a name that is no folder name.
+        """
+        return cls(Path(config.runs) / _checked_name(config.name))
 
     @classmethod
     def open(
@@ -59,17 +80,26 @@ class RunFolder:
         extra_identity: Mapping[str, str] | None = None,
         listing: Mapping[str, Any] | None = None,
     ) -> RunFolder:
-        """The folder `config.runs`/`config.name`, made or continued, and locked until `close`, or until the
-        object or the process is gone.
+        """Makes or continues the folder `config.runs`/`config.name`, and locks it.
 
-        A folder that is there already must be of the same run: every setting that results depend on, and every entry of
-        `extra_identity`, must be as it was; the `listing` of a streamed corpus tells what differs. Settings that may
-        change are taken over into config.yaml.
-        Raises RunError for a name that is no folder name, a folder in use, another run's or a damaged folder, and for
-        any run at all with `resume=none`.
+        It is locked until `close`, or until the object or the process is gone. A folder that is
+        there already must be of the same run: every setting that results depend on, and every entry
+        of `extra_identity`, must be as it was. The name may be another one, if the folder was
+        renamed, and a path may be written in another way. Settings that may change are taken over
+        into config.yaml.
+
+        Args:
+            config: What is to be run.
+            extra_identity: Fingerprints of what the settings only name.
+            listing: The files of a streamed corpus, which tell what differs if the fingerprint
+                does.
+
+        Raises:
+            RunError: The name is no folder name; the folder is in use, of another run, damaged, or
+                cannot be written; or there is a run at all, with `resume=none`.
         """
-        run = cls(Path(config.runs) / _checked_name(config.name))
-        try:
+        run = cls.of(config)
+        with run.usable():
             run.path.mkdir(parents=True, exist_ok=True)
             run._lock = _locked(run.path)
             try:
@@ -77,9 +107,15 @@ class RunFolder:
             except BaseException:
                 run.close()
                 raise
-        except OSError as fault:
-            raise RunError(f"{run.path}: cannot be used as a run folder: {fault}") from fault
         return run
+
+    @contextmanager
+    def usable(self) -> Iterator[None]:
+        """Makes what the disk refuses inside a RunError."""
+        try:
+            yield
+        except OSError as error:
+            raise RunError(f"{self.path}: cannot be used as a run folder: {error}") from error
 
     def close(self) -> None:
         """Lets another process train here."""
@@ -88,16 +124,27 @@ class RunFolder:
             self._lock = None
 
     def write_diagnostics(self, step: int, diagnostics: Mapping[str, Any]) -> None:
-        """evaluation/step_STEP.diagnostics.json: what `lrattnres.evaluation.diagnostics.diagnose` found at that step."""
+        """evaluation/step_STEP.diagnostics.json: what `diagnose` of lrattnres.evaluation found at
+        that step.
+
+        Raises:
+            OSError: It cannot be written.
+        """
         file = self.path / "evaluation" / f"step_{step:06d}.diagnostics.json"
         file.parent.mkdir(exist_ok=True)
         write_atomic(file, to_json(dict(diagnostics), indent=1) + "\n")
 
     def record_choices(self, choices: Mapping[str, Any]) -> None:
-        """Adds what this start decided by itself (device, attention, precision, …) to its entry in environment.json."""
+        """Adds what this start decided by itself (device, attention, …) to its entry in
+        environment.json.
+
+        Raises:
+            RunError: It cannot be written.
+        """
         starts = self.starts()
         starts[-1] |= choices
-        write_atomic(self.environment_path, to_json({"starts": starts}, indent=2) + "\n")
+        with self.usable():
+            write_atomic(self.environment_path, to_json({"starts": starts}, indent=2) + "\n")
 
     def starts(self) -> list[dict[str, Any]]:
         """One entry for every time that the run was started or continued, the oldest first."""
@@ -108,57 +155,82 @@ class RunFolder:
         return _read_json(self.identity_path)
 
     def listing(self) -> dict[str, Any] | None:
-        """The files of the corpus as they were at the start of the run; None if it has no such list."""
+        """The files of the corpus as they were at the start of the run; None if it has no such
+        list.
+        """
         return _read_json(self.corpus_path) if self.corpus_path.exists() else None
 
     @classmethod
     def pinned_listing(cls, config: TrainConfig) -> dict[str, Any] | None:
         """The same for the run that `config` names; None where there is no run yet."""
-        run = cls(Path(config.runs) / _checked_name(config.name))
-        return run.listing() if run.config_path.exists() else None
+        run = cls.of(config)
+        with run.usable():
+            return run.listing() if run.config_path.exists() else None
 
     def finished(self) -> dict[str, Any] | None:
         """The summary of a finished run; None while there is none."""
         return _read_json(self.summary_path) if self.summary_path.exists() else None
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Marks the run as finished by its summary."""
+        """Marks the run as finished by its summary.
+
+        Raises:
+            OSError: It cannot be written.
+        """
         write_atomic(self.summary_path, to_json(dict(summary), indent=2) + "\n")
 
     @staticmethod
     def read_config(path: Path) -> TrainConfig:
-        """The settings of the run in folder `path`. Raises RunError that names config.yaml and everything wrong in it."""
+        """The settings of the run in folder `path`; of files that they name, where they are from
+        the root on.
+
+        A path stays as it is written where nothing is there, as on another machine.
+
+        Raises:
+            RunError: Names config.yaml and everything wrong in it.
+        """
+        config, run = RunFolder._as_written(path), RunFolder(path)
+        for key, full in (_read_json(run.paths_path) if run.paths_path.exists() else {}).items():
+            if key in PATHS and isinstance(full, str) and _is_there(full):
+                *parents, last = key.split(".")
+                setattr(reduce(getattr, parents, config), last, full)
+        return config
+
+    @staticmethod
+    def _as_written(path: Path) -> TrainConfig:
         file = Path(path) / "config.yaml"
         try:
             text = file.read_text(encoding="utf-8")
         except FileNotFoundError:
             raise RunError(
-                f"{file}: not there, so {path} is no run folder; write one that training or scripts/export.py left, or, for a "
-                f"converted model, eval.py run={path} downstream=[…], or train.py initial={path}"
+                f"{file}: not there, so {path} is no run folder; write one that training or "
+                f"scripts/export.py left, or, for a converted model, eval.py run={path} "
+                f"downstream=[…], or train.py initial={path}"
             ) from None
-        except (OSError, UnicodeDecodeError) as fault:
-            raise RunError(f"{file}: unreadable: {fault}") from fault
+        except (OSError, UnicodeDecodeError) as error:
+            raise RunError(f"{file}: unreadable: {error}") from error
         if not text.endswith("\n" + END):
             raise RunError(
-                f"{file}: torn: it does not end with the line `...`; restore the file, or remove the folder"
+                f"{file}: torn: it does not end with the line `...`; restore the file, or remove "
+                "the folder"
             )
         try:
             tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-        except Exception as fault:  # the classes of the YAML parser, which is OmegaConf's affair
-            raise RunError(f"{file}: not YAML: {fault}") from fault
+        except Exception as error:  # the classes of the YAML parser, which is OmegaConf's affair
+            raise RunError(f"{file}: not YAML: {error}") from error
         if not isinstance(tree, dict):
             raise RunError(f"{file}: not a mapping of settings")
         try:
             return parse(TrainConfig, tree)  # type: ignore[arg-type]
-        except ConfigError as fault:
+        except ConfigError as error:
             raise RunError(
-                f"{file}: not the settings of a run as this version knows them:\n{fault}"
-            ) from fault
+                f"{file}: not the settings of a run as this version knows them:\n{error}"
+            ) from error
 
     def _claim(
         self, config: TrainConfig, identity: dict[str, str], listing: Mapping[str, Any] | None
     ) -> None:
-        """Checks that the folder is free or this run's own, then writes what this start adds to it."""
+        """Checks that the folder is free or this run's own, then writes what this start adds."""
         if self.config_path.exists():
             self._check_same_run(config, identity, listing)
         else:
@@ -176,6 +248,7 @@ class RunFolder:
             self.corpus_path.unlink(missing_ok=True)
             if listing is not None:
                 write_atomic(self.corpus_path, to_json(dict(listing)) + "\n")
+        write_atomic(self.paths_path, to_json(_full_paths(config), indent=2) + "\n")
         starts = [*self.starts(), describe_environment()]
         write_atomic(self.environment_path, to_json({"starts": starts}, indent=2) + "\n")
         # Last: a folder with a config.yaml has everything else.
@@ -187,37 +260,68 @@ class RunFolder:
         if config.resume == "none":
             remedy = f"write resume=auto to continue it, {self._remedy()}"
             raise RunError(f"{self.path}: there is a run already, and resume=none; {remedy}")
-        leaves, before, now = (
-            fields_of(TrainConfig),
-            values_of(self.read_config(self.path)),
-            values_of(config),
-        )
-        faults = [
-            f"{key}: {before[key]} at the start, {now[key]} now"
-            for key, (_, metadata) in leaves.items()
-            if before[key] != now[key] and not metadata["may_change"]
-        ]
-        if faults:
-            raise RunError(
-                f"{self.path}: the run was started with other settings:\n{_listed(faults)}\n{self._remedy()}"
+        before = self.check_settings(config)
+        if before.name != config.name:
+            self.notes.append(
+                f"the run was started as name={before.name}, and goes on as {config.name}"
             )
         known = self.identity()
-        faults = [
-            f"the {key} changed since the run started: {known.get(key, 'none')} then, {identity.get(key, 'none')} now"
+        errors = [
+            f"the {key} changed since the run started: {known.get(key, 'none')} then, "
+            f"{identity.get(key, 'none')} now"
             for key in sorted(known.keys() | identity.keys())
             if known.get(key) != identity.get(key)
         ]
-        if faults and listing is not None:
-            faults += differences(self.listing() or {}, listing)
-        if faults:
+        if errors and listing is not None:
+            errors += differences(self.listing() or {}, listing)
+        if errors:
             raise RunError(
-                f"{self.path}: the run cannot be continued:\n{_listed(faults)}\n{self._remedy()}"
+                f"{self.path}: the run cannot be continued:\n{listed(errors)}\n{self._remedy()}"
             )
+
+    def check_settings(self, config: TrainConfig) -> TrainConfig:
+        """The settings of the run that is here, which those of `config` must continue.
+
+        Raises:
+            RunError: Lists every setting that results depend on and that differs.
+        """
+        written, now = self._as_written(self.path), values_of(config)
+        before, paths = values_of(written), _full_paths(config)
+        known = _read_json(self.paths_path) if self.paths_path.exists() else {}
+        errors = [
+            f"{key}: {before[key]} at the start, {now[key]} now"
+            for key, (_, metadata) in fields_of(TrainConfig).items()
+            if before[key] != now[key]
+            and not metadata["may_change"]
+            and key != "name"  # that of the folder, which its owner may change
+            and not (key in paths and paths[key] == known.get(key))
+        ]
+        if errors:
+            raise RunError(
+                f"{self.path}: the run was started with other settings:\n{listed(errors)}\n"
+                + self._remedy()
+            )
+        return written
 
     def _remedy(self) -> str:
         return (
             f"write name=OTHER to start another run, or remove {self.path} to start this one again"
         )
+
+
+def _full_paths(config: TrainConfig) -> dict[str, str]:
+    """Setting -> path from the root on, of every setting in PATHS that names a place on this machine."""
+    values = values_of(config)
+    return {
+        key: str(Path(values[key]).expanduser().resolve())
+        for key in PATHS
+        if values[key] is not None and "://" not in values[key]
+    }
+
+
+def _is_there(path: str) -> bool:
+    """Whether there is a file of this path, or one that it matches as a pattern."""
+    return Path(path).exists() or any(glob.iglob(path, recursive=True))  # noqa: PTH207
 
 
 def _checked_name(name: str) -> str:
@@ -231,13 +335,17 @@ def _checked_name(name: str) -> str:
     )  # fmt: skip
     if wrong:
         raise RunError(
-            f"name={name!r}: {wrong}; write the plain name of a folder, and the place of it as runs=FOLDER"
+            f"name={name!r}: {wrong}; write the plain name of a folder, and the place of it as "
+            "runs=FOLDER"
         )
     return name
 
 
 def _locked(folder: Path) -> IO[str]:
-    """Holds `.lock` in the folder. The system lets go of it when the process ends, however it ends."""
+    """Holds `.lock` in the folder.
+
+    The system lets go of it when the process ends, however it ends.
+    """
     file = (folder / ".lock").open("a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -246,7 +354,8 @@ def _locked(folder: Path) -> IO[str]:
         holder = file.read().strip()
         file.close()
         raise RunError(
-            f"{folder}: another process is training in it{f' (process {holder})' if holder else ''}; "
+            f"{folder}: another process is training in it"
+            f"{f' (process {holder})' if holder else ''}; "
             "wait for it to end, or write name=OTHER"
         ) from None
     file.truncate(0)
@@ -258,16 +367,13 @@ def _locked(folder: Path) -> IO[str]:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = from_json(path.read_bytes())
-    except (OSError, ValueError) as fault:
+    except (OSError, ValueError) as error:
         raise RunError(
-            f"{path}: missing or damaged: {fault}; restore it, or remove {path.parent}"
-        ) from fault
+            f"{path}: missing or damaged: {error}; restore it, or remove {path.parent}"
+        ) from error
     if not isinstance(content, dict):
         raise RunError(
-            f"{path}: not a JSON object: {json.dumps(content)[:80]}; restore it, or remove {path.parent}"
+            f"{path}: not a JSON object: {json.dumps(content)[:80]}; restore it, or remove "
+            f"{path.parent}"
         )
     return content
-
-
-def _listed(faults: list[str]) -> str:
-    return "\n".join(f"  - {fault}" for fault in faults)

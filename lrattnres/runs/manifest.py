@@ -1,4 +1,6 @@
-"""manifest.json: the size and hash of every file of a checkpoint, and of itself, so that no flipped bit goes unseen."""
+"""manifest.json: the size and hash of every file of a checkpoint, and of itself, so that no flipped
+bit goes unseen.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +9,42 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lrattnres.distributed.crew import CheckpointError, Crew, RankError
+from lrattnres.distributed.ranks import RankError, Ranks
+from lrattnres.runs.errors import CheckpointError
 from lrattnres.runs.files import sync, write_atomic
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 
 
-def write_manifest(folder: Path, step: int, details: dict[str, Any], crew: Crew) -> None:
-    """Brings all files to the disk and writes the manifest, last of all. Collective: each rank reads what it wrote.
+def write_manifest(folder: Path, step: int, details: dict[str, Any], ranks: Ranks) -> None:
+    """Brings all files to the disk and writes the manifest, last of all. Collective.
 
-    `sha256` is the hash of the manifest itself without this key.
+    Each rank reads what it wrote. `sha256` is the hash of the manifest itself without this key.
+
+    Args:
+        folder: Of the checkpoint, on storage that all ranks see.
+        step: Of the checkpoint.
+        details: Any JSON.
+        ranks: Who wrote it.
+
+    Raises:
+        RankError: A file is not there for rank 0 as another one wrote it.
+        OSError: The disk refuses.
     """
-    mine = [*folder.glob(f"__{crew.rank}_*"), *([folder / ".metadata"] if crew.rank == 0 else [])]
+    mine = [*folder.glob(f"__{ranks.rank}_*"), *([folder / ".metadata"] if ranks.rank == 0 else [])]
     files = {
-        name: entry for part in crew.share(lambda: _described(mine)) for name, entry in part.items()
+        name: entry
+        for part in ranks.collect(lambda: _described(mine))
+        for name, entry in part.items()
     }
 
     def write() -> None:
         for name, entry in files.items():
             if not (folder / name).is_file() or (folder / name).stat().st_size != entry["size"]:
                 raise RankError(
-                    f"{folder / name} is not here as it was written; all machines of a job must share this folder"
+                    f"{folder / name} is not here as it was written; all machines of a job must "
+                    "share this folder"
                 )
         manifest: dict[str, Any] = {
             "format": FORMAT,
@@ -39,17 +55,20 @@ def write_manifest(folder: Path, step: int, details: dict[str, Any], crew: Crew)
         manifest["sha256"] = _own_hash(manifest)
         write_atomic(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
 
-    crew.first(write)
+    ranks.of_first(write)
 
 
-def verified_manifest(folder: Path, step: int, crew: Crew) -> dict[str, Any]:
-    """The manifest of a folder. Collective: the ranks divide the files among them.
+def verified_manifest(folder: Path, step: int, ranks: Ranks) -> dict[str, Any]:
+    """The manifest of a checkpoint, whose files are compared with it. Collective.
 
-    Raises CheckpointError at the first thing that is not as it says.
+    The ranks divide the files among them.
+
+    Raises:
+        CheckpointError: The first thing that is not as the manifest says.
     """
-    manifest = crew.first(lambda: _read(folder, step))
-    names = sorted(manifest["files"])[crew.rank :: crew.world]
-    crew.share(lambda: _verify(folder, {name: manifest["files"][name] for name in names}))
+    manifest = ranks.of_first(lambda: _read(folder, step))
+    names = sorted(manifest["files"])[ranks.rank :: ranks.world]
+    ranks.all_succeed(lambda: _verify(folder, {name: manifest["files"][name] for name in names}))
     return manifest
 
 
@@ -65,11 +84,13 @@ def _read(folder: Path, step: int) -> dict[str, Any]:
         manifest = json.loads(path.read_bytes())
         if manifest["format"] != FORMAT:
             raise CheckpointError(
-                f"{path}: format {manifest['format']}, this version reads {FORMAT}; use the one that wrote it"
+                f"{path}: format {manifest['format']}, this version reads {FORMAT}; use the one "
+                "that wrote it"
             )
         if manifest["sha256"] != _own_hash(manifest) or manifest["step"] != step:
             raise CheckpointError(
-                f"{path}: damaged, or of another folder: it was not written like this for step {step}"
+                f"{path}: damaged, or of another folder: it was not written like this for step "
+                f"{step}"
             )
         for name, entry in manifest["files"].items():
             if (folder / name).parent != folder or set(entry) != {"size", "sha256"}:
@@ -78,8 +99,8 @@ def _read(folder: Path, step: int) -> dict[str, Any]:
                 )
     except FileNotFoundError:
         raise CheckpointError(f"{folder}: no {MANIFEST}") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as fault:
-        raise CheckpointError(f"{path}: unreadable: {fault!r}") from fault
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: unreadable: {error!r}") from error
     return dict(manifest)
 
 
@@ -95,8 +116,8 @@ def _verify(folder: Path, files: dict[str, dict[str, Any]]) -> None:
                 )
             if _hash(file) != entry["sha256"]:
                 raise CheckpointError(f"{file}: damaged, its SHA-256 is not the one in {MANIFEST}")
-        except OSError as fault:
-            raise CheckpointError(f"{file}: unreadable: {fault!r}") from fault
+        except OSError as error:
+            raise CheckpointError(f"{file}: unreadable: {error!r}") from error
 
 
 def _hash(path: Path) -> str:

@@ -1,10 +1,17 @@
-"""metrics.jsonl: one JSON object a line, whole lines only, whatever kills the process that writes them."""
+"""metrics.jsonl: one JSON object a line, whole lines only, whatever kills the process.
+
+The last entry of a line, `crc`, is the CRC-32 (in hexadecimal) of the line without it, begun with
+the `crc` of the line before as its initial value (0 in the first line): a line that was changed, or
+that is missing, does not go unseen.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lrattnres.runs.files import from_json, to_json, write_atomic
 
@@ -16,52 +23,78 @@ class MetricsError(Exception):
 class MetricsFile:
     """The measurements of one run, in the order of its steps.
 
-    Every record has a whole number `step`. Values are numbers, texts, true, false, null, and lists and dictionaries of
-    them; numbers that are not finite are written as the texts "nan", "inf" and "-inf" (see `to_json`).
-    The file is opened by the first `write`, so readers may hold a MetricsFile too.
+    Every record has a whole number `step`. Values are numbers, texts, true, false, null, and lists
+    and dictionaries of them; numbers that are not finite are written as the texts "nan", "inf" and
+    "-inf" (see `to_json`). The file is opened by the first `write`, so readers may hold a
+    MetricsFile too.
     """
 
     def __init__(self, path: Path):
         self.path = Path(path)
         self._handle: int | None = None
+        self._crc = 0  # of the last line
 
     def write(self, record: dict[str, Any]) -> None:
-        """Appends one line with one system call: it is there after the process, though not after the machine.
+        """Appends one line with one system call: it is there after the process, though not after
+        the machine.
 
-        Raises MetricsError for a record without a step, or with what JSON does not know, and OSError when the disk is
-        full; the file then ends as before.
+        Raises:
+            MetricsError: The record has no step, or something that JSON does not know.
+            OSError: The disk is full; the file then ends as before.
         """
         if type(record.get("step")) is not int:
             raise MetricsError(
-                f"{self.path}: step={record.get('step')!r}: every record needs a step, a whole number"
+                f"{self.path}: step={record.get('step')!r}: every record needs a step, a whole "
+                "number"
             )
         try:
-            line = to_json(record).encode() + b"\n"
-        except (TypeError, ValueError) as fault:
+            text = to_json(record).encode()
+        except (TypeError, ValueError) as error:
             raise MetricsError(
-                f"{self.path}: step {record['step']}: {fault}; write numbers, texts and lists"
-            ) from fault
+                f"{self.path}: step {record['step']}: {error}; write numbers, texts and lists"
+            ) from error
         if self._handle is None:
             self._handle = self._open()
+        crc = zlib.crc32(text, self._crc)
+        line = text[:-1] + f', "crc": "{crc:08x}"}}\n'.encode()
         try:
             written = os.write(self._handle, line)
-        except OSError as fault:
-            raise OSError(fault.errno, fault.strerror, str(self.path)) from fault
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
         if written != len(line):
             os.ftruncate(self._handle, os.fstat(self._handle).st_size - written)
             raise OSError(
-                f"{self.path}: only {written} of {len(line)} bytes could be written; is the disk full?"
+                f"{self.path}: only {written} of {len(line)} bytes could be written; is the disk "
+                "full?"
             )
+        self._crc = crc
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int, last: int | None = None) -> list[str]:
         """Drops what came after `step`, and a torn last line: the run goes on from there.
 
-        Raises MetricsError that names the line for any other fault; the file is then unchanged.
+        Args:
+            step: The last one whose records stay.
+            last: The step of the last record up to `step` that was written, where that is known.
+
+        Returns:
+            A sentence for each place in what stays where lines are missing or changed.
+
+        Raises:
+            MetricsError: A line is no record; the file is then unchanged.
+            OSError: The file cannot be written; it is then unchanged.
         """
         self.close()
-        if self.path.exists():
-            lines = [line for line, record in _parsed(self.path) if record["step"] <= step]
-            write_atomic(self.path, b"".join(lines))
+        there = self.path.exists()
+        kept = [line for line in _parsed(self.path) if line.record["step"] <= step] if there else []
+        if there:
+            write_atomic(self.path, b"".join(line.text for line in kept))
+        gaps = [line.gap for line in kept if line.gap]
+        end = kept[-1].record["step"] if kept else 0
+        if last is not None and end < last:
+            gaps.append(
+                f"{self.path} ends at step {end}; the records up to step {last} are missing"
+            )
+        return gaps
 
     def close(self) -> None:
         """Closes the file; a later `write` opens it again."""
@@ -73,29 +106,59 @@ class MetricsFile:
     def read(path: Path) -> list[dict[str, Any]]:
         """All records, numbers that are not finite as floats. A torn last line is left out.
 
-        Raises MetricsError that names the line for any other fault, and FileNotFoundError.
+        Raises:
+            MetricsError: A line is no record; it is named.
+            FileNotFoundError: There is no such file.
         """
-        return [record for _, record in _parsed(Path(path))]
+        return [line.record for line in _parsed(Path(path))]
+
+    @staticmethod
+    def gaps(path: Path) -> list[str]:
+        """A sentence for each place where lines are missing or changed. Raises as `read` does."""
+        return [line.gap for line in _parsed(Path(path)) if line.gap]
 
     def _open(self) -> int:
-        """For appending. What a killed process left of a line goes first, or the next record would be joined to it."""
+        """For appending.
+
+        What a killed process left of a line goes first, or the next record would be joined to it.
+        """
         handle = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-        os.ftruncate(handle, self.path.read_bytes().rfind(b"\n") + 1)
+        whole = self.path.read_bytes()
+        whole = whole[: whole.rfind(b"\n") + 1]
+        os.ftruncate(handle, len(whole))
+        self._crc = _split(whole[whole.rfind(b"\n", 0, -1) + 1 : -1])[1] or 0
         return handle
 
 
-def _parsed(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """(bytes, record) of every line that ends; what follows the last line break was torn."""
-    lines = path.read_bytes().split(b"\n")[:-1]
-    parsed = []
-    for number, line in enumerate(lines, start=1):
+class _Line(NamedTuple):
+    text: bytes
+    record: dict[str, Any]  # without its crc
+    gap: str | None  # what is said of the place before it, if it does not follow on the line before
+
+
+def _split(line: bytes) -> tuple[bytes, int | None]:
+    """A line without its `crc`, and that; None for a line of a version that wrote none."""
+    match = re.fullmatch(rb'(\{.*), "crc": "([0-9a-f]{8})"\}', line, re.DOTALL)
+    return (match[1] + b"}", int(match[2], 16)) if match else (line, None)
+
+
+def _parsed(path: Path) -> list[_Line]:
+    """Every line that ends; what follows the last line break was torn."""
+    parsed, before, checked = list[_Line](), 0, False
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        text, crc = _split(line)
         try:
-            record = from_json(line)
-        except ValueError as fault:
-            raise MetricsError(f"{path}, line {number}: not JSON: {fault}") from fault
+            record = from_json(text)
+        except ValueError as error:
+            raise MetricsError(f"{path}, line {number}: not JSON: {error}") from error
         if not isinstance(record, dict) or type(record.get("step")) is not int:
             raise MetricsError(
                 f"{path}, line {number}: not an object with a whole number `step`: {line[:80]!r}"
             )
-        parsed.append((line + b"\n", record))
+        # Lines without a crc stand at the beginning, or not at all.
+        wrong = checked if crc is None else crc != zlib.crc32(text, before)
+        gap = f"{path}, line {number} (step {record['step']}): "
+        gap += "it was changed, or lines before it are missing"
+        parsed.append(_Line(line + b"\n", record, gap if wrong else None))
+        before, checked = crc or 0, checked or crc is not None
     return parsed

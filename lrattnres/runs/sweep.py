@@ -1,6 +1,6 @@
-"""What became of the runs of a sweep: a status and a traceback in each run's folder, and one table of them all.
+"""What became of the runs of a sweep: a status and a traceback in each folder, and a table of all.
 
-runs/NAME/status.json      state, step, held-out loss and first line of the fault, as of the last sweep
+runs/NAME/status.json      state, step, held-out loss, and first line of the error (`fault`)
 runs/NAME/failure.txt      the whole traceback, while the state is `failed` or `refused`
 runs/sweep.csv             a line for each run with a status; anyone may write it anew from them
 """
@@ -15,39 +15,55 @@ from pathlib import Path
 from typing import Any
 
 from lrattnres.runs.files import from_json, to_json, write_atomic
+from lrattnres.runs.folder import RunFolder
 
 COLUMNS = ("name", "state", "step", "val_loss", "time", "fault")
 STATES = ("running", "finished", "stopped", "failed", "refused")
 
 
-def write_status(folder: Path, state: str, fault: BaseException | None = None) -> None:
-    """Notes the state of the run in `folder`, which is made if need be, and renews the table beside it.
+def write_status(folder: Path, state: str, error: BaseException | None = None) -> None:
+    """Notes the state of the run in `folder`, which is made if need be, and renews the table beside
+    it.
 
     Called when a run of a sweep starts, and once more however it ends.
+
+    Args:
+        folder: Of the run.
+        state: One of STATES.
+        error: Why it is `failed` or `refused`.
+
+    Raises:
+        RunError: The disk refuses.
     """
     assert state in STATES, state
-    folder.mkdir(parents=True, exist_ok=True)
-    summary = folder / "summary.json"
-    done = from_json(summary.read_bytes()) if state == "finished" and summary.exists() else {}
-    status = {
-        "name": folder.name,
-        "state": state,
-        "step": done.get("step"),
-        "val_loss": done.get("val_loss"),
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "fault": None if fault is None else str(fault).strip().partition("\n")[0],
-    }
-    if fault is None:
-        (folder / "failure.txt").unlink(missing_ok=True)
-    else:
-        write_atomic(folder / "failure.txt", "".join(traceback.format_exception(fault)))
-    write_atomic(folder / "status.json", to_json(status, indent=2) + "\n")
-    write_atomic(folder.parent / "sweep.csv", as_csv(statuses(folder.parent)))
+    with RunFolder(folder).usable():
+        folder.mkdir(parents=True, exist_ok=True)
+        summary = folder / "summary.json"
+        done = from_json(summary.read_bytes()) if state == "finished" and summary.exists() else {}
+        status = {
+            "name": folder.name,
+            "state": state,
+            "step": done.get("step"),
+            "val_loss": done.get("val_loss"),
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "fault": None if error is None else str(error).strip().partition("\n")[0],
+        }
+        if error is None:
+            (folder / "failure.txt").unlink(missing_ok=True)
+        else:
+            write_atomic(folder / "failure.txt", "".join(traceback.format_exception(error)))
+        write_atomic(folder / "status.json", to_json(status, indent=2) + "\n")
+        write_atomic(folder.parent / "sweep.csv", as_csv(statuses(folder.parent)))
 
 
 def statuses(runs: Path) -> list[dict[str, Any]]:
-    """The status of every run under `runs` that a sweep has started, by name."""
-    return [from_json(path.read_bytes()) for path in sorted(runs.glob("*/status.json"))]
+    """The status of every run under `runs` that a sweep has started, by the name that its folder
+    has now.
+    """
+    return [
+        from_json(path.read_bytes()) | {"name": path.parent.name}
+        for path in sorted(runs.glob("*/status.json"))
+    ]
 
 
 def as_csv(rows: list[dict[str, Any]]) -> str:

@@ -1,4 +1,6 @@
-"""Tensors to files and back by torch.distributed.checkpoint (DCP), without what in it is unsafe, silent or unclear."""
+"""Tensors to files and back by torch.distributed.checkpoint (DCP), without what in it is unsafe,
+silent or unclear.
+"""
 
 from __future__ import annotations
 
@@ -18,29 +20,35 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from lrattnres.distributed.crew import CheckpointError, Crew, RankError, reason
-from lrattnres.distributed.ranks import network_failed
+from lrattnres.distributed.ranks import RankError, Ranks, causes, network_failed
+from lrattnres.runs.errors import CheckpointError, listed
 from lrattnres.runs.manifest import MANIFEST
 
 State = dict[str, dict[str, torch.Tensor]]
 
 
-def write_tensors(path: Path, state: State, crew: Crew) -> None:
-    """Every rank's part of a state into the folder, which is there. Collective.
+def write_tensors(path: Path, state: State, ranks: Ranks) -> None:
+    """Writes every rank's part of a state into a folder that is there. Collective.
 
-    A tensor that several ranks have whole, or the same shard of, is written once. Raises RankError if it is not the
-    same everywhere, CheckpointException for what DCP met on any rank.
+    A tensor that several ranks have whole, or the same shard of, is written once.
+
+    Raises:
+        RankError: Such a tensor is not the same on all of them.
+        CheckpointException: DCP met something on any rank.
     """
     groups = {name: dict(group) for name, group in state.items() if group}
-    if crew.world > 1:
-        _check_equal(groups, crew)
+    if ranks.world > 1:
+        _check_equal(groups, ranks)
     save(
-        groups, storage_writer=Writer(path, crew), process_group=crew.group, no_dist=crew.world == 1
+        groups,
+        storage_writer=Writer(path, ranks),
+        process_group=ranks.process_group,
+        no_dist=ranks.world == 1,
     )
 
 
 def read_tensors(reader: Reader, state: State) -> None:
-    """This rank's part of a checkpoint into the given tensors; each rank reads for itself."""
+    """Reads this rank's part of a checkpoint into the given tensors; each rank reads for itself."""
     load(
         {name: dict(group) for name, group in state.items() if group},
         storage_reader=reader,
@@ -49,36 +57,37 @@ def read_tensors(reader: Reader, state: State) -> None:
 
 
 def snapshot(state: State) -> State:
-    """A copy on the host, which does not change when training goes on."""
+    """A copy in host memory, which does not change when training goes on."""
     return {
         name: {key: value.detach().to("cpu", copy=True) for key, value in group.items()}
         for name, group in state.items()
     }
 
 
-def faults_of(state: Mapping[str, Any]) -> list[str]:
-    """What keeps a state from being saved or loaded into."""
-    faults = []
+def errors_in(state: Mapping[str, Any]) -> list[str]:
+    """What keeps a state from being saved or loaded into, a sentence each."""
+    errors = []
     for name, group in state.items():
         if not isinstance(group, Mapping) or "." in name:
-            faults.append(f"{name}: must be a dictionary of tensors, under a name without a dot")
+            errors.append(f"{name}: must be a dictionary of tensors, under a name without a dot")
             continue
         for key, value in group.items():
             if not isinstance(value, torch.Tensor):
-                faults.append(
+                errors.append(
                     f"{name}.{key}={value!r}: not a tensor; write torch.tensor({value!r})"
                 )
             elif value.is_meta:
-                faults.append(f"{name}.{key}: on the meta device, without values")
-    return faults
+                errors.append(f"{name}.{key}: on the meta device, without values")
+    return errors
 
 
 @contextmanager
-def explained(what: str) -> Iterator[None]:
-    """Any failure inside becomes a CheckpointError that begins with `what`; an interrupt stays an interrupt.
+def explained(what: str, ranks: Ranks) -> Iterator[None]:
+    """Any exception inside becomes a CheckpointError that begins with `what`; an interrupt stays an
+    interrupt.
 
-    DCP wraps whatever happens, a keyboard interrupt too, into a BaseException of its own, and warns that there is no
-    process group, which is what we ask for.
+    DCP wraps whatever happens, a keyboard interrupt too, into a BaseException of its own, and warns
+    that there is no process group, which is what we ask for.
     """
     try:
         with warnings.catch_warnings():
@@ -90,30 +99,39 @@ def explained(what: str) -> Iterator[None]:
     except CheckpointError:
         raise
     except CheckpointException as wrapped:
-        fault = next(iter(wrapped.failures.values()))[0]
+        error: BaseException = next(iter(wrapped.failures.values()))[0]
     except Exception as plain:
-        fault = plain
-    if not isinstance(fault, Exception) or isinstance(fault, CheckpointError):
-        raise fault
-    said = fault if isinstance(fault, RankError) else reason(fault)
-    gone = "another rank is gone, or did not answer in time: " if network_failed(fault) else ""
-    raise CheckpointError(f"{what}: {gone}{said}") from fault
+        error = plain
+    if not isinstance(error, Exception) or isinstance(error, CheckpointError):
+        raise error
+    gone = "another rank is gone, or did not answer in time: " if network_failed(error) else ""
+    raise CheckpointError(f"{what}: {gone}{ranks.words(reason(error))}") from error
 
 
-def listed(faults: list[str]) -> str:
-    """One fault a line."""
-    return "\n".join(f"  - {fault}" for fault in faults)
+def reason(error: BaseException) -> BaseException:
+    """What the system said, where that is behind an error: DCP answers a full disk with an error
+    about itself.
+    """
+    if isinstance(error, RankError):
+        return error
+    return next((cause for cause in causes(error) if isinstance(cause, OSError)), error)
 
 
 def differences(state: State, metadata: Metadata, names: set[str], groups: set[str]) -> list[str]:
-    """Every name, shape and dtype in which the wanted part of a checkpoint differs from `state`.
+    """Every name, shape and dtype in which the wanted part of a checkpoint differs from `state`,
+    sorted.
 
-    `names` and `groups` are what all ranks want: a key that belongs to one rank is unwanted by the others.
+    Args:
+        state: What this rank wants.
+        metadata: What there is.
+        names: The tensors that all ranks together want: what one of them has, the others do not
+            want.
+        groups: The top-level names that they want.
     """
     saved = metadata.state_dict_metadata
     wanted = named_tensors(state)
-    faults = [f"{key}: not in the checkpoint" for key in wanted if key not in saved]
-    faults += [
+    errors = [f"{key}: not in the checkpoint" for key in wanted if key not in saved]
+    errors += [
         f"{key}: in the checkpoint, but not wanted"
         for key in saved.keys() - names
         if key.split(".")[0] in groups
@@ -122,10 +140,11 @@ def differences(state: State, metadata: Metadata, names: set[str], groups: set[s
         there, here = saved[key], wanted[key]
         assert isinstance(there, TensorStorageMetadata)  # the reader has refused all else
         if (there.size, there.properties.dtype) != (here.shape, here.dtype):
-            faults.append(
-                f"{key}: {there.properties.dtype} {tuple(there.size)} in the checkpoint, {here.dtype} {tuple(here.shape)} wanted"
+            errors.append(
+                f"{key}: {there.properties.dtype} {tuple(there.size)} in the checkpoint, "
+                f"{here.dtype} {tuple(here.shape)} wanted"
             )
-    return sorted(faults)
+    return sorted(errors)
 
 
 def named_tensors(state: State) -> dict[str, torch.Tensor]:
@@ -133,24 +152,28 @@ def named_tensors(state: State) -> dict[str, torch.Tensor]:
     return {f"{name}.{key}": value for name, group in state.items() for key, value in group.items()}
 
 
-def _check_equal(state: State, crew: Crew) -> None:
-    """Raises RankError for tensors of one name that are not the same where DCP would write only one of them."""
+def _check_equal(state: State, ranks: Ranks) -> None:
+    """Raises RankError for tensors of one name that are not the same where DCP would write only one
+    of them.
+    """
     first_seen: dict[str, tuple[int, str]] = {}
-    faults = []
-    for rank, prints in enumerate(crew.share(lambda: _fingerprints(state))):
+    errors = []
+    for rank, prints in enumerate(ranks.collect(lambda: _fingerprints(state))):
         for name, fingerprint in prints.items():
             before, known = first_seen.setdefault(name, (rank, fingerprint))
             if fingerprint != known:
-                faults.append(
-                    f"{name}: differs between rank {before} and rank {rank}; a value of one rank needs a key of its own, "
-                    "with the rank in it"
+                errors.append(
+                    f"{name}: differs between rank {before} and rank {rank}; a value of one rank "
+                    "needs a key of its own, with the rank in it"
                 )
-    if faults:
-        raise RankError("not the same on all ranks:\n" + listed(sorted(faults)))
+    if errors:
+        raise RankError("not the same on all ranks:\n" + listed(sorted(errors)))
 
 
 def _fingerprints(state: State) -> dict[str, str]:
-    """Shape, dtype and CRC-32 of what this rank holds of every tensor that is, or may be, elsewhere too."""
+    """Shape, dtype and CRC-32 of what this rank holds of every tensor that is, or may be, elsewhere
+    too.
+    """
     prints = {}
     for name, tensor in named_tensors(state).items():
         if isinstance(tensor, DTensor):
@@ -167,25 +190,35 @@ def _fingerprints(state: State) -> dict[str, str]:
 
 
 class Writer(FileSystemWriter):
-    def __init__(self, path: Path, crew: Crew):
+    """DCP's writer of files into the folder `path`."""
+
+    def __init__(self, path: Path, ranks: Ranks):
         super().__init__(path)
-        self._crew = crew
+        self._ranks = ranks
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
-        """Names the rank and the reason while they are known: on the way to the others an exception loses its causes."""
+        """Names the rank and the reason while they are known: the others do not get the causes."""
         try:
             return super().write_data(*args, **kwargs)
-        except Exception as fault:
-            raise self._crew.named(fault) from fault
+        except Exception as error:
+            raise RankError(self._ranks.words(reason(error))) from error
 
     def storage_meta(self) -> StorageMeta:
-        """Without the path of the folder, which is renamed, and which a reader would have to unpickle."""
+        """Without the path of the folder, which is renamed, and which a reader would have to
+        unpickle.
+        """
         return StorageMeta(save_id=self.save_id)
 
 
 class Reader(FileSystemReader):
-    """DCP's reader without its one unsafe spot. Tensors are read by `torch.load(weights_only=True)` already, but
-    `.metadata` is a pickle, and entries that are no tensors would be unpickled as they come.
+    """DCP's reader without its one unsafe spot.
+
+    Tensors are read by `torch.load(weights_only=True)` already, but `.metadata` is a pickle, and
+    entries that are no tensors would be unpickled as they come.
+
+    Args:
+        path: The folder.
+        files: The names of those in the manifest; no other is read.
     """
 
     def __init__(self, path: Path, files: frozenset[str]):
@@ -193,7 +226,11 @@ class Reader(FileSystemReader):
         self._files = files
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Raises CheckpointError for whatever is not a description of tensors in files of the manifest."""
+        """The description of the tensors.
+
+        Raises:
+            CheckpointError: It is none, or one of anything but tensors in files of the manifest.
+        """
         path = Path(self.path) / ".metadata"
         try:
             with path.open("rb") as file:
@@ -206,20 +243,18 @@ class Reader(FileSystemReader):
             transformed = [
                 index.fqn for index, place in storage.items() if place.transform_descriptors
             ]
-        except CheckpointError as fault:
-            raise CheckpointError(f"{path}: {fault}") from None
-        except (
-            Exception
-        ) as fault:  # bytes that are no pickle of ours can make `load` raise anything
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from None
+        except Exception as error:  # bytes that are no pickle of ours can make it raise anything
             raise CheckpointError(
-                f"{path}: not the description of a checkpoint: {fault!r}"
-            ) from fault
-        faults = [f"{name}: not a tensor" for name in foreign] + [
+                f"{path}: not the description of a checkpoint: {error!r}"
+            ) from error
+        errors = [f"{name}: not a tensor" for name in foreign] + [
             f"{name}: compressed" for name in transformed
         ]
-        faults += [f"refers to {name}, which is not in {MANIFEST}" for name in sorted(elsewhere)]
-        if faults:
-            raise CheckpointError(f"{path} is refused:\n" + listed(faults))
+        errors += [f"refers to {name}, which is not in {MANIFEST}" for name in sorted(elsewhere)]
+        if errors:
+            raise CheckpointError(f"{path} is refused:\n" + listed(errors))
         return metadata
 
 
@@ -238,7 +273,7 @@ _UNPICKLED = {
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """Only what DCP's own description of tensors is made of: anything else could run code."""
+        """Only what DCP makes its description of tensors of: anything else could run code."""
         if (module, name) in _UNPICKLED:
             return super().find_class(module, name)
         raise CheckpointError(

@@ -1,4 +1,6 @@
-"""What a run measures on held-out tokens while it trains, at the steps at which its settings want it."""
+"""What a run measures on held-out tokens while it trains, at the steps at which its settings want
+it.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,11 @@ from lrattnres.distributed.ranks import Ranks
 from lrattnres.evaluation.diagnostics import diagnose
 from lrattnres.evaluation.heldout import evaluate
 from lrattnres.model.transformer import Transformer
+from lrattnres.training.instruments import due
 
 
 class Interrupted(Exception):
     """A signal came during an evaluation, which is left to the next start."""
-
-
-def due(config: TrainConfig, every: int | None, step: int) -> bool:
-    """Whether something that is wanted every so many steps, and at the last one, is wanted at this step."""
-    return every is not None and (step % every == 0 or step == config.steps)
 
 
 def measure(
@@ -32,10 +30,24 @@ def measure(
     step: int,
     pause: Callable[[], None],
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """(the held-out loss and what follows from it, depth diagnostics), as far as they are due. Collective.
+    """Measures what is due after `step` on held-out tokens. Collective.
 
-    `pause` is called before every pass, by all ranks at the same one; what it raises ends the measurement. Raises
-    DataError on a rank that cannot read its windows, and Elsewhere on the others.
+    Args:
+        config: Says what is wanted, and when.
+        dataset: Has the held-out windows.
+        model: Whole or sharded.
+        ranks: Who takes part.
+        step: The number of steps done.
+        pause: Called before every pass, by all ranks at the same one; what it raises ends the
+            measurement.
+
+    Returns:
+        The held-out loss and what follows from it, as a part of a record; and the depth
+        diagnostics. {} and None where they are not due.
+
+    Raises:
+        DataError: This rank cannot read its windows.
+        RankError: Another one cannot.
     """
     settings, separator, documents = (
         config.evaluation,
@@ -43,12 +55,12 @@ def measure(
         config.documents,
     )
     held_out, diagnostics = {}, None
-    if due(config, settings.diagnostics_every, step):
+    if due(settings.diagnostics_every, step, config.steps):
         windows = _together(dataset, settings.diagnostics_tokens, settings.batch, ranks)
         diagnostics = diagnose(
             model, windows, separator, documents=documents, ranks=ranks, pause=pause
         )
-    if due(config, settings.every, step) or step == config.steps:
+    if due(settings.every, step) or step == config.steps:
         windows = _together(dataset, settings.tokens, settings.batch, ranks)
         held_out = evaluate(
             model, windows, dataset.tokenizer, documents=documents, ranks=ranks, pause=pause
@@ -57,7 +69,9 @@ def measure(
 
 
 def _together(dataset: Dataset, tokens: int, batch: int, ranks: Ranks) -> Iterator[Tensor]:
-    """Held-out windows; a rank that cannot read its own leaves no other waiting in the pass over them."""
-    windows = ranks.together(lambda: iter(dataset.held_out_windows(tokens, batch)))
-    while (window := ranks.together(lambda: next(windows, None))) is not None:
+    """Held-out windows; a rank that cannot read its own leaves no other waiting in the pass over
+    them.
+    """
+    windows = ranks.all_succeed(lambda: iter(dataset.held_out_windows(tokens, batch)))
+    while (window := ranks.all_succeed(lambda: next(windows, None))) is not None:
         yield window

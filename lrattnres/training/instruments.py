@@ -1,4 +1,4 @@
-"""What is measured on gradients."""
+"""When something is measured, and what is measured on gradients."""
 
 from __future__ import annotations
 
@@ -11,8 +11,25 @@ from torch.distributed.tensor import DTensor
 from lrattnres.model.transformer import Transformer
 
 
+def due(every: int | None, step: int, last: int | None = None) -> bool:
+    """Whether something that is wanted at multiples of `every`, and at step `last`, is wanted at
+    this step.
+
+    `every` None: it is never wanted.
+    """
+    return every is not None and (step % every == 0 or step == last)
+
+
 def gradient_norm(parameters: Iterable[nn.Parameter], clip: float | None) -> Tensor:
-    """The norm of the whole gradient, over all ranks, before it is clipped, in place, to `clip`; None only measures."""
+    """The 2-norm of the whole gradient over all ranks, before it is clipped in place.
+
+    Args:
+        parameters: Those that have gradients; the same on all ranks, whole or sharded.
+        clip: The largest norm that is left; None clips nothing.
+
+    Returns:
+        A scalar on their device.
+    """
     parameters = list(parameters)
     norm = _total_norm(parameters)
     nn.utils.clip_grads_with_norm_(parameters, math.inf if clip is None else clip, norm)
@@ -20,7 +37,9 @@ def gradient_norm(parameters: Iterable[nn.Parameter], clip: float | None) -> Ten
 
 
 def block_norms(model: Transformer) -> list[Tensor]:
-    """Gradient norm of each transformer block: an attention and the MLP after it, in order."""
+    """Gradient norm (a scalar) of each transformer block: an attention and the MLP after it, in
+    order.
+    """
     pairs = [
         list(model.sublayers[i : i + 2].parameters()) for i in range(0, len(model.sublayers), 2)
     ]

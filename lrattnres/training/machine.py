@@ -21,7 +21,16 @@ DATA_SHEETS = {
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """FLOP/s and where the figure is from: a data sheet for known GPUs in bfloat16, else a measured matrix product."""
+    """How fast a device could be.
+
+    Args:
+        device: Where the model runs.
+        dtype: Of its arithmetic.
+
+    Returns:
+        FLOP/s, and where the figure is from: a data sheet for known GPUs in bfloat16, else a
+        measured matrix product.
+    """
     if device.type == "cuda" and dtype is torch.bfloat16:
         name = torch.cuda.get_device_name(device)
         for part, peak in DATA_SHEETS.items():
@@ -31,7 +40,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: of a GPU the most that this process's tensors have taken, of the host the most it has had resident."""
+    """Bytes that this process has taken at most: of a GPU for tensors, of the host resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # Not getrusage: its peak is handed down by whoever started the process.

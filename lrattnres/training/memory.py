@@ -25,11 +25,13 @@ from torch.utils._pytree import tree_leaves
 from lrattnres.config import AC, Compile, ConfigError, TrainConfig
 from lrattnres.config.checks import DTYPES, resolve_device
 from lrattnres.distributed.parallel import Parallel, mesh_shape, mode_of, parallelize
-from lrattnres.evaluation.loss import token_losses
 from lrattnres.kernels.backends import KERNELS, DepthKernels, choose_kernels
 from lrattnres.model.attention import BACKENDS, AttentionBackend
-from lrattnres.model.transformer import Transformer, beyond_kernels, build_model
-from lrattnres.optim.groups import assign
+from lrattnres.model.loss import token_losses
+from lrattnres.model.transformer import Transformer, build_model
+from lrattnres.optim.build import build_optimizer
+from lrattnres.residual.base import path_of
+from lrattnres.training.loss import objective
 
 META = torch.device("meta")
 GB = 1e9
@@ -90,16 +92,14 @@ class Memory:
 def estimate_memory(config: TrainConfig, world: int) -> Memory:
     """The memory of a run of `config` on `world` ranks. Takes seconds for the paper's model."""
     model = _on_meta(config)
-    owned = assign(model)
-    whole, adam = (
-        4 * sum(p.numel() for name in names for _, p in owned[name]) for names in (owned, ("adam",))
-    )
+    state = build_optimizer(model, config.optimizer, config.steps).tensors().values()
+    whole, moments = (sum(t.nbytes for t in tensors) for tensors in (model.parameters(), state))
     shards = (mesh_shape(mode_of(config, world), world, config.parallel.shard_degree) or (1,))[-1]
     activations, sources = _measure(model, config, world)
     return Memory(
         weights=-(-whole // shards),
         gradients=-(-whole // shards),
-        moments=-(-(whole + adam) // shards),  # one a weight for Muon, two for Adam
+        moments=-(-moments // shards),
         gathered=_gathered(model, config) if world > 1 else 0,
         activations=activations,
         sources=sources,
@@ -127,7 +127,10 @@ def _on_meta(config: TrainConfig) -> Transformer:
 def _kernels(config: TrainConfig) -> DepthKernels:
     """Those of the run, but in place of compiled code, of which nobody knows what it keeps, what it is compiled from."""
     compiled = config.compile is not Compile.off
-    device, beyond = resolve_device(config.device), beyond_kernels(config.model)
+    device, beyond = (
+        resolve_device(config.device),
+        path_of(config.model).beyond_kernels(config.model),
+    )
     chosen = choose_kernels(
         config.kernels.name, device, DTYPES[config.precision], compiled=compiled, beyond=beyond
     )
@@ -137,27 +140,21 @@ def _kernels(config: TrainConfig) -> DepthKernels:
 def _measure(model: Transformer, config: TrainConfig, world: int) -> tuple[int, int]:
     """Bytes: the most that one forward and backward pass has at once, besides the gradients there are; the sources."""
     size = (min(config.micro_batch, max(1, config.global_batch // world)), config.model.context)
-    sources = 0
+    carried = 0
 
-    def observe(site: int, depth: Any) -> None:
-        nonlocal sources
-        parts = [
-            part
-            for source in (*depth.sources, depth.partial)
-            if source
-            for part in source
-            if part is not None
-        ]
-        sources = max(sources, sum(part.nbytes for part in parts))
+    def observe(site: int, state: Any) -> None:
+        nonlocal carried
+        parts = {id(part): part for part in tree_leaves(state) if isinstance(part, Tensor)}
+        carried = max(carried, sum(part.nbytes for part in parts.values()))
 
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter)
     with Alive() as alive:
         tokens = torch.zeros(size, dtype=torch.int64, device=META)
-        sums = token_losses(model(tokens, None, observe), tokens).sums()
-        (sums.cross_entropy + config.z_loss * sums.squared_logsumexp).backward()
+        losses = token_losses(model(tokens, None, observe), tokens)
+        objective(losses, config.z_loss, tokens.numel()).sum().backward()
         alive.bytes()
-    return alive.peak, sources
+    return alive.peak, carried
 
 
 def _gathered(model: Transformer, config: TrainConfig) -> int:

@@ -25,15 +25,20 @@ PAUSE = 5.0  # seconds between plain lines; a held-out loss and the last step ar
 
 
 class ProgressBar:
-    """A bar on a terminal; in a file or a pipe, a line now and then for records that have something to show.
+    """A bar on a terminal; in a file or a pipe, a line now and then for records worth one.
 
     Learning rates are those of Muon and Adam; MFU is the share of the machine's peak FLOP/s.
+
+    Args:
+        total: Steps of the whole run.
+        initial: How many of them are done already.
+        unit: What one of them is called.
+        stream: Where to; None: standard output.
     """
 
     def __init__(
         self, total: int, initial: int = 0, *, unit: str = "step", stream: TextIO | None = None
     ):
-        """`initial` of `total` steps are done already. `stream` is standard output unless given."""
         self._stream = sys.stdout if stream is None else stream
         self._total, self._initial, self._unit, self._begin = total, initial, unit, time.monotonic()
         self._shown = -PAUSE
@@ -57,7 +62,8 @@ class ProgressBar:
         ):
             self._shown = time.monotonic()
             self.note(
-                f"{self._unit} {step:>{len(str(self._total))}}/{self._total}, {', '.join(shown)}, {self._left(step)} left"
+                f"{self._unit} {step:>{len(str(self._total))}}/{self._total}, {', '.join(shown)}, "
+                f"{self._left(step)} left"
             )
 
     def note(self, text: str) -> None:
@@ -80,5 +86,5 @@ class ProgressBar:
 
 
 def _has_width(stream: TextIO) -> bool:
-    """Whether a bar can be drawn: some terminals (of containers, of `script`) claim to have no columns at all."""
+    """Whether a bar can be drawn: terminals of containers, or of `script`, may have no columns."""
     return stream.isatty() and os.get_terminal_size(stream.fileno()).columns > 0

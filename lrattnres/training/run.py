@@ -9,28 +9,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed
 
 from lrattnres.config import Compile, ConfigError, TrainConfig, flatten, plain
 from lrattnres.config.checks import DTYPES, resolve_device
 from lrattnres.data.dataset import Dataset, open_dataset
 from lrattnres.data.errors import DataError, UnreadableError
 from lrattnres.distributed.parallel import Parallel, parallelize, start_parallel
-from lrattnres.distributed.ranks import Ranks, start_ranks
+from lrattnres.distributed.ranks import PATIENCE, RankError, Ranks, placement, start_ranks
 from lrattnres.exchange.folder import read_exported
 from lrattnres.kernels.backends import choose_kernels
 from lrattnres.model.attention import choose_attention
-from lrattnres.model.transformer import Transformer, beyond_kernels, build_model
-from lrattnres.optim.groups import assign, ownership_table
-from lrattnres.residual.ablations import changed
+from lrattnres.model.transformer import Transformer, build_model
+from lrattnres.residual.base import path_of
 from lrattnres.residual.cost import Cost, cost
 from lrattnres.runs.checkpoint import Checkpoint, CheckpointError, Checkpoints
-from lrattnres.runs.folder import RunFolder
+from lrattnres.runs.folder import RunError, RunFolder
 from lrattnres.runs.metrics import MetricsFile
 from lrattnres.training.machine import peak_flops
 from lrattnres.training.memory import GB, available_memory, check_memory, estimate_memory
 from lrattnres.training.progress import ProgressBar
-from lrattnres.training.signals import requeue
+from lrattnres.training.signals import Stopped, requeue
 from lrattnres.training.sinks import build_sink
 from lrattnres.training.trainer import Trainer, TrainingError
 
@@ -49,84 +47,143 @@ LOCAL = (
 
 
 def train(config: TrainConfig, notes: list[str]) -> tuple[RunFolder, bool]:
-    """Trains, or continues, the run of `config.name`; returns its folder, and False if a signal stopped it before its end.
+    """Trains, or continues, the run of `config.name`. Every rank of a job calls this.
 
-    `notes` are printed with what was chosen for this machine. Raises what the folder, the data and the checkpoints
-    raise, and TrainingError when the run diverges.
+    Args:
+        config: Checked and resolved.
+        notes: Printed with what was chosen for this machine.
+
+    Returns:
+        Its folder, and False if a signal stopped it before its end.
+
+    Raises:
+        ConfigError, DataError, RunError, CheckpointError, FolderError: The run is refused.
+        UnreadableError: The texts cannot be read any more; the run is saved.
+        TrainingError: The run diverges, or a rank or the disk is lost.
+        RankError: Another rank raised one of these.
+        Stopped: A signal came outside of training.
     """
+    try:
+        folder, finished = _trained(config, notes)
+    except Stopped:
+        _requeue(config)
+        raise
+    if not finished:
+        _requeue(config)
+    return folder, finished
+
+
+def _requeue(config: TrainConfig) -> None:
+    """Of a job that was stopped, once. Raises TrainingError where SLURM refuses."""
+    if config.cluster.requeue and placement()[0] == 0:
+        try:
+            job = requeue()
+        except RuntimeError as error:
+            raise TrainingError(
+                f"the run is saved, but will not go on by itself: {error}"
+            ) from error
+        print(f"SLURM job {job} is in the queue again and will go on from here", flush=True)
+
+
+def _trained(config: TrainConfig, notes: list[str]) -> tuple[RunFolder, bool]:
     if config.threads:
         torch.set_num_threads(config.threads)
     ranks = start_ranks(resolve_device(config.device).type, config.parallel.timeout)
     settings = {key: value for key, value in flatten(plain(config)).items() if key not in LOCAL}
     _refuse_different(ranks, settings, "start all ranks with the same settings")
     parallel = start_parallel(config)
-    ranks.together(
+    ranks.all_succeed(
         lambda: check_memory(config, ranks.world, *available_memory(resolve_device(config.device)))
     )
     try:
         dataset = _open_data(config, ranks)
-    except UnreadableError as fault:
-        raise DataError(str(fault)) from fault  # a refusal: nothing was done yet
+    except (DataError, RankError) as error:
+        folder = RunFolder.of(config)
+        if ranks.of_first(partial(_say_finished, config, folder, error)):
+            return folder, True
+        if isinstance(error, UnreadableError):
+            raise DataError(str(error)) from error  # a refusal: nothing was done yet
+        raise
     _refuse_different(
         ranks,
         dataset.identity,
         "all machines must have the same texts, and the same versions of packages",
     )
-    folder = ranks.together(
-        lambda: (
-            _open_folder(config, dataset)
-            if ranks.first
-            else RunFolder(Path(config.runs) / config.name)
-        )
+    folder = ranks.all_succeed(
+        lambda: _open_folder(config, dataset) if ranks.first else RunFolder.of(config)
     )
     with closing(folder):
-        summary = ranks.of_first(lambda: _finished(folder)) if not config.resume.isdigit() else None
-        if summary is not None:
-            if ranks.first:
-                print(
-                    f"{folder.path}: finished at step {summary['step']}, held-out loss {summary['val_loss']:.4f}"
-                )
+        if ranks.of_first(lambda: _say_finished(config, folder)):
             return folder, True
-        return folder, _train(config, notes, dataset, folder, parallel)
+        return folder, _train(config, [*folder.notes, *notes], dataset, folder, parallel)
 
 
 def _refuse_different(ranks: Ranks, values: dict[str, Any], remedy: str) -> None:
-    """Raises ConfigError for values that are not the same on all ranks: they would train on, each another run."""
-    if faults := ranks.differing(values):
-        ranks.of_first(lambda: _refuse([f"{fault}: {remedy}" for fault in faults]))
+    """Raises ConfigError for values that are not the same on all ranks: they would train on, each
+    another run.
+    """
+    if errors := ranks.differing(values):
+        ranks.of_first(lambda: _refuse([f"{error}: {remedy}" for error in errors]))
 
 
-def _refuse(faults: list[str]) -> None:
-    raise ConfigError(faults)
+def _refuse(errors: list[str]) -> None:
+    raise ConfigError(errors)
 
 
-def _finished(folder: RunFolder) -> dict[str, Any] | None:
-    """The summary of a finished run. Raises CheckpointError if what it summarises is not there any more, or is damaged."""
-    summary = folder.finished()
-    if summary is not None:
+def _say_finished(config: TrainConfig, folder: RunFolder, unread: Exception | None = None) -> bool:
+    """Whether the run of these settings is finished, and not to go on from an earlier step; then it
+    says so.
+
+    `unread`: why its texts cannot be read, which a finished run does not need. Raises
+    CheckpointError if what the summary is of is not there any more, or is damaged.
+    """
+    with folder.usable():
+        summary = folder.finished() if not config.resume.isdigit() else None
+    if summary is None or not folder.config_path.exists():
+        return False
+    if unread is not None:
         try:
-            Checkpoints(folder.checkpoints_path).at(summary["step"])
-        except CheckpointError as fault:
-            raise CheckpointError(
-                f"the run is finished, but {fault}\nwrite resume=STEP to go on from an older checkpoint, or remove {folder.path}"
-            ) from fault
-    return summary
+            folder.check_settings(config)
+        except RunError:
+            return False
+    try:
+        Checkpoints(folder.checkpoints_path).at(summary["step"])
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"the run is finished, but {error}\nwrite resume=STEP to go on from an older "
+            f"checkpoint, or remove {folder.path}"
+        ) from error
+    print(
+        f"{folder.path}: finished at step {summary['step']}, held-out loss "
+        f"{summary['val_loss']:.4f}"
+    )
+    if unread is not None:
+        print(f"note      its texts cannot be read any more: {unread}")
+    return True
 
 
 def _open_data(config: TrainConfig, ranks: Ranks) -> Dataset:
-    """One process of a machine opens it first, and prepares what the others then find.
+    """Rank 0 asks where the corpus lies, and tells the others what it found.
 
-    Raises DataError for a corpus that is too small, before there is a run folder that would remember the settings.
+    Then one process of every other machine prepares what the rest of them find there. Raises
+    DataError for a corpus that is too small, before there is a run folder that would remember the
+    settings.
     """
 
-    def opened() -> Dataset:
-        dataset = open_dataset(config, RunFolder.pinned_listing(config))
+    def opened(told: list[dict[str, Any] | None]) -> Dataset:
+        pinned = told[0] if told else RunFolder.pinned_listing(config)
+        dataset = open_dataset(config, pinned, fresh=bool(told))
         dataset.streams(ranks.rank, ranks.world).close()
-        dataset.prepare_held_out()
+        if ranks.local == 0:
+            dataset.prepare_held_out()
         return dataset
 
-    early = ranks.patiently(lambda: opened() if ranks.local == 0 else None)
-    return ranks.together(lambda: early or opened())
+    first = ranks.apart(PATIENCE).all_succeed(lambda: opened([]) if ranks.first else None)
+    told = [ranks.of_first(lambda: first.documents.listing if first else None)]
+    early = ranks.apart(PATIENCE).all_succeed(
+        lambda: opened(told) if ranks.local == 0 and not first else first
+    )
+    return ranks.all_succeed(lambda: early or opened(told))
 
 
 def _open_folder(config: TrainConfig, dataset: Dataset) -> RunFolder:
@@ -145,7 +202,7 @@ def _train(
     _refuse_different(
         ranks, chosen, "what `auto` means differs between the machines; write one of them"
     )
-    price = cost(config.model, model.router.variant.keys)
+    price = cost(config.model)
     peak, source = ranks.of_first(lambda: peak_flops(model.head.weight.device, model.dtype))
     choices |= {"peak_flops": peak, "peak_from": source}
     choices |= {"notes": notes} if notes else {}
@@ -160,14 +217,13 @@ def _train(
         folder.checkpoints_path,
         keep_last=config.checkpoint.keep_last,
         keep_every=config.checkpoint.keep_every,
-        group=distributed.group.WORLD if ranks.world > 1 else None,
+        ranks=ranks.apart(config.parallel.timeout),
         asynchronous=config.checkpoint.asynchronous,
-        timeout=config.parallel.timeout,
     )
     start = _starting_point(config, checkpoints, ranks)
     if start is None and config.initial is not None:
         initial = read_exported(Path(config.initial))
-        ranks.together(lambda: initial.load({"model": dict(model.state_dict())}))
+        ranks.all_succeed(lambda: initial.load({"model": dict(model.state_dict())}))
     with ExitStack() as open_parts:
         write, say = (
             _reporters(config, folder, start.step if start else 0, open_parts)
@@ -189,14 +245,13 @@ def _train(
             write_diagnostics=folder.write_diagnostics if ranks.first else _quiet,
             parallel=parallel,
         )
+        say(trainer.optimizer.ownership() + "\n")
         if ranks.world > 1:
             say(_share(trainer, config))
         _rewind(trainer, start, folder)
         finished = trainer.fit()
         if trainer.shares is not None:
             say(_counted(trainer.shares))
-        if not finished and config.cluster.requeue and ranks.first:
-            say(f"SLURM job {_requeued()} is in the queue again and will go on from here")
     if finished and ranks.first:
         _finish(folder, trainer)
     return finished
@@ -206,8 +261,8 @@ def _share(trainer: Trainer, config: TrainConfig) -> str:
     """What rank 0 of many has to hold and to send."""
     work, memory = trainer.optimizer.work(), estimate_memory(config, trainer.ranks.world)
     return (
-        f"rank 0 of {trainer.ranks.world}: {memory.total / GB:.3g} GB at most; its share of Muon: {work['matrices']} matrices, "
-        f"{work['flops'] / 1e9:.3g} GFLOP, and sends {work['bytes_sent'] / 1e6:.3g} MB a step\n"
+        f"rank 0 of {trainer.ranks.world}: {memory.total / GB:.3g} GB at most; its share of an "
+        f"update: {work['flops'] / 1e9:.3g} GFLOP, and sends {work['bytes_sent'] / 1e6:.3g} MB a step\n"
     )
 
 
@@ -216,7 +271,8 @@ def _counted(shares: dict[str, Any]) -> str:
     sent = {kind: max(ranks) for kind, ranks in shares["bytes_sent"].items()}
     most = max(map(sum, zip(*shares["bytes_sent"].values(), strict=True)))
     kinds = ", ".join(f"{kind} {size / 1e6:.3g}" for kind, size in sent.items())
-    return f"a rank sends at most {most / 1e6:.3g} MB a step ({kinds}); peak memory {max(shares['peak_memory']) / GB:.3g} GB"
+    peak = max(shares["peak_memory"]) / GB
+    return f"a rank sends at most {most / 1e6:.3g} MB a step ({kinds}); peak memory {peak:.3g} GB"
 
 
 def _reporters(
@@ -235,19 +291,14 @@ def _reporters(
     return write, bar.note
 
 
-def _requeued() -> str:
-    try:
-        return requeue()
-    except RuntimeError as fault:
-        raise TrainingError(f"the run is saved, but will not go on by itself: {fault}") from fault
-
-
 def _quiet(*_: object) -> None:
     """Rank 0 writes and speaks for all."""
 
 
 def _build(config: TrainConfig, parallel: Parallel) -> tuple[Transformer, dict[str, Any]]:
-    """The model with its initial weights, or this rank's shards of them, and what was chosen for this machine."""
+    """The model with its initial weights, or this rank's shards of them, and what was chosen for
+    this machine.
+    """
     device, dtype = resolve_device(config.device), DTYPES[config.precision]
     attention = choose_attention(config.attention.name, device, dtype, training=True)
     kernels = choose_kernels(
@@ -255,7 +306,7 @@ def _build(config: TrainConfig, parallel: Parallel) -> tuple[Transformer, dict[s
         device,
         dtype,
         compiled=config.compile is not Compile.off,
-        beyond=beyond_kernels(config.model),
+        beyond=path_of(config.model).beyond_kernels(config.model),
     )
     model = build_model(
         config.model,
@@ -282,44 +333,58 @@ def _starting_point(
 ) -> Checkpoint | None:
     """The checkpoint to continue from; None for the beginning.
 
-    Raises CheckpointError if there are checkpoints and none of them is whole: starting over would be no continuation.
+    Raises CheckpointError if there are checkpoints and none of them is whole: starting over would
+    be no continuation.
     """
     if config.resume.isdigit():
         return checkpoints.at(int(config.resume))
     newest = checkpoints.newest(print if ranks.first else _quiet)
-    if newest is None and ranks.of_first(checkpoints.steps):
+    if newest is None and ranks.of_first(lambda: checkpoints.steps() + checkpoints.superseded()):
         raise CheckpointError(
-            f"{checkpoints.folder}: no checkpoint is whole; restore one, or remove the folder to start from the beginning"
+            f"{checkpoints.folder}: no checkpoint is whole; restore one, or remove the folder to "
+            "start from the beginning"
         )
     return newest
 
 
 def _rewind(trainer: Trainer, start: Checkpoint | None, folder: RunFolder) -> None:
-    """Puts everything where it was at the checkpoint; what came after it did not happen."""
+    """Puts everything where it was at the checkpoint; what came after it did not happen.
+
+    Raises RunError where the disk refuses.
+    """
     step = start.step if start else 0
     if start:
         trainer.restore(start)
         trainer.say(f"continuing from step {step}")
 
     def forget() -> None:
-        if start is None and folder.metrics_path.exists() and folder.metrics_path.stat().st_size:
+        metrics = folder.metrics_path
+        if start is None and metrics.exists() and metrics.stat().st_size:
             trainer.say("no checkpoint was saved: starting again from the beginning")
-        MetricsFile(folder.metrics_path).rewind(
-            step - (trainer.unevaluated is not None)
-        )  # that step's record is to come
-        trainer.checkpoints.rewind(step)
+        kept = step - (trainer.unevaluated is not None)  # that step's record is to come
+        for gap in MetricsFile(metrics).rewind(kept, trainer.recorded):
+            trainer.say(f"note      {gap}; the run goes on without them")
+        if later := trainer.checkpoints.rewind(step):
+            trainer.say(
+                f"note      resume={step}: the checkpoints of steps {', '.join(map(str, later))} "
+                f"are set aside in {folder.checkpoints_path} as .step_NNNNNN.superseded, and "
+                "removed when the next one is "
+                f"saved; until then resume={later[-1]} finds them. What was measured after step "
+                f"{step} is dropped"
+            )
         for file in (folder.path / "evaluation").glob("step_*.json"):  # of weights that are no more
             number = file.name.removeprefix("step_").partition(".")[0]
             if number.isdigit() and int(number) > step:
                 file.unlink()
         folder.summary_path.unlink(missing_ok=True)
 
-    trainer.ranks.of_first(forget)
+    with folder.usable():
+        trainer.ranks.of_first(forget)
 
 
 def _finish(folder: RunFolder, trainer: Trainer) -> None:
     """The summary holds the last record: the trainer evaluates at its last step before it saves."""
-    last = MetricsFile.read(folder.metrics_path)[-1]
+    last = (MetricsFile.read(folder.metrics_path) or [{"step": 0}])[-1]
     names = (
         "step",
         "tokens",
@@ -330,12 +395,26 @@ def _finish(folder: RunFolder, trainer: Trainer) -> None:
         "val_perplexity",
         "val_bits_per_byte",
     )
+    if missing := [name for name in names if name not in last]:
+        raise RunError(
+            f"{folder.metrics_path}: the record of step {trainer.progress.step} is missing (it "
+            f"ends at step {last['step']}, without {', '.join(missing)}); write resume=STEP, an "
+            "earlier checkpoint, to measure it again"
+        )
     summary = {name: last[name] for name in names} | {"bad_steps": trainer.progress.bad_steps}
     summary |= {"mean_grad_norm": trainer.mean_grad_norm}
-    folder.finish(summary)
+    try:
+        folder.finish(summary)
+    except OSError as error:
+        raise TrainingError(
+            f"the run is finished and saved, but its summary cannot be written: {error}; the same "
+            "command writes it"
+        ) from error
     print(
-        f"{folder.path}: finished at step {summary['step']}: held-out loss {summary['val_loss']:.4f} nats per token, "
-        f"{summary['val_bits_per_byte']:.4f} bits per byte over {summary['val_tokens']:,} tokens"
+        f"{folder.path}: finished at step {summary['step']}: held-out loss "
+        f"{summary['val_loss']:.4f} nats "
+        f"per token, {summary['val_bits_per_byte']:.4f} bits per byte over "
+        f"{summary['val_tokens']:,} tokens"
     )
 
 
@@ -348,30 +427,21 @@ def _opening(
     price: Cost,
     choices: dict[str, Any],
 ) -> str:
-    """What a person reads first: what runs, on what, and who updates which parameter."""
-    router = config.model
-    blocks = f"{router.blocks} blocks" if router.blocks else "every sub-layer a source"
-    depth = (
-        f"{router.residual}, {blocks}, rank {model.router.rank}"
-        if model.router.variant.keys
-        else router.residual
-    )
-    routing = [f"routing={router.routing.name}"] if router.routing else []
-    depth = ", ".join([depth, *routing, *["gated"] * router.gate, *changed(router.depth).values()])
+    """What a person reads first: what runs, and on what."""
+    shape = config.model
+    depth = path_of(shape).description(shape)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     facts = {
         "run": folder.path,
         "residual": f"{depth}: {price.added_percent:.4f}% more compute than the plain core",
-        "model": f"{router.layers} blocks of width {router.dim}, {parameters:,} parameters",
+        "model": f"{shape.layers} blocks of width {shape.dim}, {parameters:,} parameters",
         "data": dataset.description,
-        "batch": f"{config.global_batch} x {router.context} tokens a step, {config.steps:,} steps",
+        "batch": f"{config.global_batch} x {shape.context} tokens a step, {config.steps:,} steps",
         "machine": ", ".join(
             f"{name} {value}" for name, value in choices.items() if name not in APART
         ),
-        "kernels": f"{model.router.kernels.name}, {model.router.kernels.reason}",
+        "kernels": f"{model.kernels.name}, {model.kernels.reason}",
         "peak": f"{choices['peak_flops'] / 1e12:.3g} TFLOP/s ({choices['peak_from']})",
     }
     lines = [f"{name:<10}{value}" for name, value in facts.items()]
-    return "\n".join(
-        [*lines, *(f"note      {note}" for note in notes), "", ownership_table(assign(model)), ""]
-    )
+    return "\n".join([*lines, *(f"note      {note}" for note in notes), ""])

@@ -1,4 +1,4 @@
-"""Stopping politely: a signal asks, and the trainer leaves at the end of its step."""
+"""Stopping politely: a signal asks, and the run leaves where nothing is lost."""
 
 from __future__ import annotations
 
@@ -7,16 +7,33 @@ import signal
 import subprocess
 from types import FrameType
 
+from lrattnres.distributed.ranks import SharedError
+
 STOPPED = 75  # EX_TEMPFAIL: the run is saved and unfinished; the same command continues it.
 
 
+class Stopped(SharedError, KeyboardInterrupt):
+    """A signal ended what a rank was doing outside of training; `str` is the signal's name.
+
+    All ranks stop with it.
+    """
+
+
 class StopRequest:
-    """While open, SIGTERM, SIGINT and SIGUSR1 set `received`; a second SIGINT interrupts at once."""
+    """While open, notes the first SIGTERM, SIGINT or SIGUSR1 in `received`; a second SIGINT
+    interrupts at once.
+
+    They may be nested: the inner one hears the signals, and the outer one knows of them afterwards.
+
+    Args:
+        at_once: Also raise Stopped where the program is when the first one comes.
+    """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
-    def __init__(self) -> None:
+    def __init__(self, *, at_once: bool = False) -> None:
         self.received: signal.Signals | None = None
+        self._at_once = at_once
 
     @property
     def number(self) -> int:
@@ -30,24 +47,35 @@ class StopRequest:
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+            outer = getattr(handler, "__self__", None)
+            if isinstance(outer, StopRequest):
+                outer.received = outer.received or self.received
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
+        if self.received is not None:
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            return
         self.received = signal.Signals(number)
+        if self._at_once:
+            raise Stopped(self.received.name)
 
 
 def requeue() -> str:
-    """Puts this SLURM job back into the queue and returns its number; SLURM ends it, and starts it again later.
+    """Puts this SLURM job back into the queue; SLURM ends it, and starts it again later.
 
-    Raises RuntimeError where SLURM refuses.
+    Returns:
+        The number of the job.
+
+    Raises:
+        RuntimeError: SLURM refuses.
     """
     job = os.environ["SLURM_JOB_ID"]  # that of the task, for an array
     try:
         subprocess.run(
             ["scontrol", "requeue", job], check=True, capture_output=True, text=True, timeout=60
         )
-    except (OSError, subprocess.SubprocessError) as fault:
-        said = getattr(fault, "stderr", None) or fault
-        raise RuntimeError(f"`scontrol requeue {job}` failed: {said}") from fault
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or error
+        raise RuntimeError(f"`scontrol requeue {job}` failed: {said}") from error
     return job

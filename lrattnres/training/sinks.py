@@ -37,9 +37,15 @@ class NullSink:
 
 
 class WandbSink:
-    """Weights & Biases. Without credentials or network it records in the run folder; after a failure it is off.
+    """Weights & Biases.
 
-    `note` gets one line when it does not do what was asked, and another if it goes off later.
+    Without credentials or network it records in the run folder; after an error it is off.
+
+    Args:
+        config: Project and entity.
+        run: Whose name and place it takes.
+        tree: All settings, to be shown.
+        note: Gets a line when it does not do what was asked, and another if it goes off later.
     """
 
     def __init__(self, config: LoggerConfig, run: RunFolder, tree: Mapping[str, Any], note: Note):
@@ -47,26 +53,27 @@ class WandbSink:
         self._run: Any = None
         try:
             self._run = self._start(config, run, tree)
-            # Steps are drawn by our own count: that of W&B would refuse the steps that a continued run repeats.
+            # Steps are drawn by our own count: that of W&B would refuse the steps that a continued
+            # run repeats.
             self._run.define_metric("*", step_metric="step")
         except ImportError:
             self._off("is not installed; write pip install lrattnres[wandb]")
-        except Exception as fault:  # a library of many moving parts must not stop a run
-            self._off(f"did not start: {_first_line(fault)}")
+        except Exception as error:  # a library of many moving parts must not stop a run
+            self._off(f"did not start: {_first_line(error)}")
 
     def write(self, record: dict[str, Any]) -> None:
         if self._run is not None:
             try:
                 self._run.log(record)
-            except Exception as fault:
-                self._off(f"failed at step {record.get('step')}: {_first_line(fault)}")
+            except Exception as error:
+                self._off(f"failed at step {record.get('step')}: {_first_line(error)}")
 
     def close(self) -> None:
         if self._run is not None:
             try:
                 self._run.finish()
-            except Exception as fault:
-                self._off(f"failed at the end: {_first_line(fault)}")
+            except Exception as error:
+                self._off(f"failed at the end: {_first_line(error)}")
             self._run = None
 
     def _start(self, config: LoggerConfig, run: RunFolder, tree: Mapping[str, Any]) -> Any:
@@ -94,12 +101,13 @@ class WandbSink:
         if mode != "offline":
             try:
                 return wandb.init(mode=mode, **options)
-            except Exception as fault:
+            except Exception as error:
                 wandb.teardown()  # the failed run still occupies its id
-                reason = _first_line(fault)
+                reason = _first_line(error)
         started = wandb.init(mode="offline", **options)
         self._note(
-            f"W&B records offline in {run.path / 'wandb'} ({reason}); `wandb sync` of a folder there uploads it later"
+            f"W&B records offline in {run.path / 'wandb'} ({reason}); `wandb sync` of a folder "
+            "there uploads it later"
         )
         return started
 
@@ -109,7 +117,7 @@ class WandbSink:
 
 
 def run_id(run: RunFolder) -> str:
-    """The same for every continuation of a run, another for a run that is begun anew under the same name."""
+    """The same for every continuation, another for a run that is begun anew under the same name."""
     first = run.starts()[0]["time"] if run.starts() else ""
     return sha256(f"{run.path.name}\n{first}".encode()).hexdigest()[:16]
 
@@ -123,17 +131,20 @@ SINKS: dict[LoggerName, Callable[[LoggerConfig, RunFolder, Mapping[str, Any], No
 def build_sink(
     config: LoggerConfig, run: RunFolder, tree: Mapping[str, Any], note: Note = print
 ) -> Sink:
-    """The sink that the settings name. `tree` is the whole configuration, for a sink that shows it."""
+    """The sink that the settings name.
+
+    `tree` is the whole configuration, for a sink that shows it.
+    """
     return SINKS[config.name](config, run, tree, note)
 
 
 def _has_credentials(wandb: Any) -> bool:
-    """An API key in the environment, netrc or W&B's own settings; a terminal is never asked for one."""
+    """An API key in the environment, netrc or W&B's own settings; no terminal is asked for one."""
     try:
         return bool(wandb.login(prompt=False, verify=False))
     except TypeError:  # before `login` had `prompt`
         return bool(wandb.api.api_key)
 
 
-def _first_line(fault: BaseException) -> str:
-    return (str(fault) or type(fault).__name__).splitlines()[0]
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

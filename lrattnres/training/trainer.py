@@ -1,7 +1,8 @@
 """One run from its first step, or from its newest checkpoint, to its end.
 
-On many ranks every one of them runs this, over its own streams. Whatever they do together, they decide together: the
-same step is skipped, the same checkpoint written and the same signal obeyed by all.
+On many ranks every one of them runs this, over its own streams. Whatever they do together, they
+decide together: the same step is skipped, the same checkpoint written and the same signal obeyed by
+all.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ from lrattnres.data.dataset import Dataset
 from lrattnres.data.errors import DataError, UnreadableError
 from lrattnres.data.streams import batch_hash
 from lrattnres.distributed.parallel import Parallel
-from lrattnres.distributed.ranks import Elsewhere, network_failed
+from lrattnres.distributed.ranks import RankError, network_failed
 from lrattnres.distributed.traffic import KINDS, Traffic
-from lrattnres.evaluation.loss import window_losses
+from lrattnres.model.loss import window_losses
 from lrattnres.model.transformer import Transformer
-from lrattnres.optim.optimizer import MuonAdam
+from lrattnres.optim.build import build_optimizer
 from lrattnres.residual.probe import DepthProbe
 from lrattnres.runs.checkpoint import Checkpoint, CheckpointError, Checkpoints, State
 from lrattnres.runs.files import from_json, to_json
 from lrattnres.training.evaluations import Interrupted, measure
-from lrattnres.training.instruments import block_norms, gradient_norm
+from lrattnres.training.instruments import block_norms, due, gradient_norm
+from lrattnres.training.loss import objective
 from lrattnres.training.machine import peak_memory
 from lrattnres.training.signals import StopRequest
 
@@ -53,8 +55,9 @@ class Progress:
 
 @dataclass(frozen=True)
 class StepResult:
-    """One step's mean losses and gradient norm over all ranks, still on the device; the hash of this rank's part of
-    the batch, and that part; the bytes that this rank sent, by kind, if they were counted.
+    """One step's mean losses and gradient norm over all ranks, still on the device; the hash of
+    this rank's part of the batch, and that part; the bytes that this rank sent, by kind, if they
+    were counted.
     """
 
     loss: Tensor
@@ -67,10 +70,24 @@ class StepResult:
 
 
 class Trainer:
-    """Holds the parts of a run and moves them forward together.
+    """Holds the parts of a run and moves them forward together, on every rank of a job.
 
-    `write(record)` receives one record for every step that has something to say; `say(text)` receives remarks. Both
-    are called on every rank with the same values; those of rank 0 count. So is `write_diagnostics(step, diagnostics)`.
+    Args:
+        config: Checked and resolved.
+        dataset: What it reads.
+        model: With its initial weights, whole or sharded; trained in place.
+        checkpoints: Of the run.
+        flops_per_token: FLOP of a token's forward and backward pass.
+        peak_flops: FLOP/s that all ranks together could do.
+        write: Receives a record for every step that has something to say. It is called on every
+            rank with the same values; what rank 0 does with them counts.
+        say: Receives remarks, in the same way.
+        write_diagnostics: Receives a step and its depth diagnostics, in the same way.
+        parallel: How the model lies on the ranks; None: a process alone.
+
+    Raises:
+        DataError: A rank cannot open its streams.
+        RankError: Another rank cannot.
     """
 
     def __init__(
@@ -96,8 +113,10 @@ class Trainer:
         )
         self.parallel = parallel or Parallel()
         self.ranks = self.parallel.ranks
-        self.optimizer = MuonAdam(model, config.optimizer, config.steps, mesh=self.parallel.mesh)
-        self.streams = self.ranks.together(
+        self.optimizer = build_optimizer(
+            model, config.optimizer, config.steps, mesh=self.parallel.mesh
+        )
+        self.streams = self.ranks.all_succeed(
             lambda: dataset.streams(self.ranks.rank, self.ranks.world)
         )
         self.progress = Progress()
@@ -105,37 +124,47 @@ class Trainer:
             (), dtype=torch.float64, device=model.head.weight.device
         )  # of good steps, summed
         self._signals, self.stopped_by = StopRequest(), 0
-        self.unevaluated: dict[str, Any] | None = (
-            None  # the record of this step, where its evaluation was left out
-        )
+        # The record of this step, where its evaluation was left out.
+        self.unevaluated: dict[str, Any] | None = None
+        self.recorded: int | None = 0  # the last step with a record; None where that is not known
         self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
         self.shares: dict[str, Any] | None = None  # of the ranks, as counted last
         self._restart_clock()
 
-    # --- the loop -------------------------------------------------------------------------------------------------
+    # --- the loop ---------------------------------------------------------------------------------
 
     def fit(self) -> bool:
-        """Trains to the last step. False if a signal stopped it before: then everything is saved.
+        """Trains to the last step. Collective.
 
-        Raises UnreadableError, after everything is saved, where the next batch cannot be read.
+        Returns:
+            False if a signal stopped it before: then everything is saved.
+
+        Raises:
+            UnreadableError: The next batch cannot be read; everything is saved.
+            TrainingError: The run diverges, or a rank or the disk is lost.
+            RankError: Another rank raised one of these.
         """
         self._restart_clock()
         with self._signals, closing(self.streams):
             try:
                 return self._fit()
-            except (TrainingError, Elsewhere):
-                with suppress(CheckpointError):  # of two faults the first is told
+            except (TrainingError, RankError):
+                with suppress(CheckpointError):  # of two errors the first is told
                     self.checkpoints.wait()  # a save that is still on its way is of a good step
                 raise
-            except Exception as fault:
-                if not network_failed(fault):
+            except Exception as error:
+                if not network_failed(error):
                     raise
-                who = self.ranks.lost() or "a rank that is too slow, or behind a broken network,"
-                first_line = str(fault).partition("\n")[0]
+                alive = self.ranks.liveness
+                who = (
+                    alive and alive.lost()
+                ) or "a rank that is too slow, or behind a broken network,"
+                first_line = str(error).partition("\n")[0]
                 raise TrainingError(
-                    f"{who} no longer answers rank {self.ranks.rank} in step {self.progress.step + 1}; the "
+                    f"{who} no longer answers rank {self.ranks.rank} in step "
+                    f"{self.progress.step + 1}; the "
                     f"same command continues from the newest whole checkpoint ({first_line})"
-                ) from fault
+                ) from error
 
     def _fit(self) -> bool:
         if self.unevaluated is not None:
@@ -143,7 +172,8 @@ class Trainer:
             if self.stopped_by:
                 return self._stopped()
         while self.progress.step < self.config.steps:
-            self.ranks.step = self.progress.step + 1
+            if (alive := self.ranks.liveness) is not None:
+                alive.step = self.progress.step + 1
             with self._saved_if_unreadable():
                 result = self.train_step()
             self._record(result)
@@ -164,39 +194,43 @@ class Trainer:
 
     @contextmanager
     def _saved_if_unreadable(self) -> Iterator[None]:
-        """A batch that cannot be read, on any rank, stops the run before its step begins: all is as after the last step."""
+        """A batch that cannot be read, on any rank, stops the run before its step begins: all is as
+        after the last step.
+        """
         places = self.streams.state()
         try:
             yield
-        except (DataError, Elsewhere) as fault:
-            if isinstance(
-                fault, Elsewhere
-            ):  # this rank's part of the batch was there, and is not to be lost
+        except (DataError, RankError) as error:
+            if isinstance(error, RankError):  # this rank's part of the batch is not to be lost
                 self.streams.go_back(places)
-            raise self._saved(fault) from fault
+            raise self._saved(error) from error
 
-    def _saved(self, fault: DataError | Elsewhere) -> Exception:
-        """What to raise for data that cannot be read, on this rank or another, when everything is saved."""
+    def _saved(self, error: DataError | RankError) -> Exception:
+        """What to raise for data that cannot be read, on this rank or another, when everything is
+        saved.
+        """
         good = not self.progress.bad_in_a_row  # see _checkpoint_due
         if good:
             self.save()
         try:
             self.checkpoints.wait()
         except CheckpointError as refused:
-            return TrainingError(f"{fault}\n{refused}")
-        if isinstance(fault, Elsewhere):
-            return fault
+            return TrainingError(f"{error}\n{refused}")
+        if isinstance(error, RankError):
+            return error
         where = (
             f"saved at step {self.progress.step}"
             if good
             else "not saved, since the last steps were not finite"
         )
-        return UnreadableError(f"{fault}\n{where}; once it can be read, the same command continues")
+        return UnreadableError(f"{error}\n{where}; once it can be read, the same command continues")
 
     def train_step(self) -> StepResult:
-        """One optimizer step over the global batch; a non-finite one changes no weight and is counted."""
+        """One optimizer step over the global batch; a non-finite one changes no weight and is
+        counted.
+        """
         every, step = self.config.instruments.ranks, self.progress.step + 1
-        if every is None or not (self._due(every, step) or step == self.config.steps):
+        if not due(every, step, last=self.config.steps):
             return self._train_step()
         with Traffic() as traffic:
             result = self._train_step()
@@ -205,16 +239,15 @@ class Trainer:
     def _train_step(self) -> StepResult:
         progress, step = self.progress, self.progress.step
         self.optimizer.set_step(step)
-        windows = self.ranks.together(self.streams.next_batch)
+        windows = self.ranks.all_succeed(self.streams.next_batch)
         loss, z_loss, tokens = self.forward_backward(windows)
         blocks = (
-            block_norms(self.model)
-            if self._due(self.config.instruments.gradients, step + 1)
-            else None
+            block_norms(self.model) if due(self.config.instruments.gradients, step + 1) else None
         )
         grad_norm = gradient_norm(self.model.parameters(), clip=self.config.optimizer.clip)
-        # The one place where the host waits for the device: it has to know whether to take the step. A signal to any
-        # rank is heard by all here, so that all stop after the same step; 16 bytes on the host are next to nothing.
+        # The one place where the host waits for the device: it has to know whether to take the
+        # step. A signal to any rank is heard by all here, so that all stop after the same step; 16
+        # bytes on the host are next to nothing.
         bad = not bool(torch.isfinite(loss + z_loss) & torch.isfinite(grad_norm))
         decision = self.ranks.largest(torch.tensor([bad, self._signals.number], dtype=torch.int64))
         bad, self.stopped_by = bool(decision[0]), int(decision[1])
@@ -244,34 +277,33 @@ class Trainer:
         for number, part in enumerate(parts, start=1):
             if mesh is not None and mesh.ndim == 2:  # replicas add up their gradients once a step
                 cast(FSDPModule, self.model).set_requires_all_reduce(number == len(parts))
-            sums = window_losses(self.model, part, separator, documents=config.documents).sums()
-            pair = (
-                torch.stack([sums.cross_entropy, config.z_loss * sums.squared_logsumexp]) / tokens
-            )
+            found = window_losses(self.model, part, separator, documents=config.documents)
+            pair = objective(found, config.z_loss, tokens)
             pair.sum().backward()
             losses += pair.detach()
         loss, z_loss = self.ranks.sum(losses)
         return loss, z_loss, tokens
 
-    # --- what is written ------------------------------------------------------------------------------------------
+    # --- what is written --------------------------------------------------------------------------
 
     def _record(self, result: StepResult) -> None:
         config, progress, record = self.config, self.progress, dict[str, Any]()
-        if self._due(config.instruments.log) or self._last:
+        if due(config.instruments.log, progress.step, last=config.steps):
             record |= self._measurements(result)
         if result.block_grad_norm is not None:
             record["block_grad_norm"] = [norm.item() for norm in result.block_grad_norm]
         if result.sent is not None:
             self.shares = self._shares(result.sent)
             record |= self.shares
-        if self._due(config.instruments.depth):
+        if due(config.instruments.depth, progress.step):
             record |= self._depth(result.windows)
             self._restart_clock()
         self._write({"step": progress.step, "tokens": progress.tokens} | record)
 
     def _write(self, record: dict[str, Any]) -> None:
-        """The record of this step, with what is due of it on held-out tokens. If a signal comes before that is known, or
-        the tokens cannot be read, the record waits in the next checkpoint, and who continues from there begins with it.
+        """The record of this step, with what is due of it on held-out tokens. If a signal comes
+        before that is known, or the tokens cannot be read, the record waits in the next checkpoint,
+        and who continues from there begins with it.
         """
         step, self.unevaluated = self.progress.step, None
         try:
@@ -281,9 +313,9 @@ class Trainer:
         except Interrupted:
             self.unevaluated = record
             return
-        except (DataError, Elsewhere) as fault:
+        except (DataError, RankError) as error:
             self.unevaluated = record
-            raise self._saved(fault) from fault
+            raise self._saved(error) from error
         if held_out or diagnostics:
             self._restart_clock()
         whole = record | held_out
@@ -294,14 +326,14 @@ class Trainer:
                     self.write_diagnostics(step, diagnostics)
                 if whole.keys() > {"step", "tokens"}:
                     self.write(whole)
-            except (
-                OSError
-            ) as fault:  # a full disk; without its metrics a run is not worth its while
+            except OSError as error:  # a full disk; without its metrics a run is of no use
                 raise TrainingError(
-                    f"the metrics of step {step} cannot be written: {fault}"
-                ) from fault
+                    f"the metrics of step {step} cannot be written: {error}"
+                ) from error
 
-        self.ranks.together(write)
+        self.ranks.all_succeed(write)
+        if whole.keys() > {"step", "tokens"}:
+            self.recorded = step
 
     def _pause(self) -> None:
         """Raises Interrupted, on all ranks, when any of them has received a signal."""
@@ -314,11 +346,10 @@ class Trainer:
             "loss": result.loss.item(),
             "z_loss": result.z_loss.item(),
             "grad_norm": result.grad_norm.item(),
-            "lr_muon": self.optimizer.lr_muon,
-            "lr_adam": self.optimizer.lr_adam,
-            "momentum": self.optimizer.momentum,
+            **self.optimizer.rates(),
             "bad_steps": self.progress.bad_steps,
             "skipped_groups": int(self.ranks.sum(torch.tensor(self.streams.skipped))),
+            "skipped_rows": int(self.ranks.sum(torch.tensor(self.streams.skipped_rows))),
             "batch_hash": f"{self._global_hash(result.batch_hash):016x}",
         }
         # Read after the values above, which wait for the device to finish its step.
@@ -334,18 +365,23 @@ class Trainer:
         }
 
     def _shares(self, sent: dict[str, int]) -> dict[str, Any]:
-        """Of every rank, in their order: bytes sent in this step by each kind of collective, and peak memory so far."""
+        """Of every rank, in their order: bytes sent in this step by each kind of collective, and
+        peak memory so far.
+        """
         mine = [*(sent[kind] for kind in KINDS), peak_memory(self.model.head.weight.device)]
         *kinds, peaks = self.ranks.gather(torch.tensor(mine)).T.tolist()
         return {"bytes_sent": dict(zip(KINDS, kinds, strict=True)), "peak_memory": peaks}
 
     def _global_hash(self, part: int) -> int:
-        """The hash of the whole batch: parts add up mod 2**64, which is how int64 sums wrap around."""
+        """The hash of the whole batch: parts add up mod 2**64, as sums of int64 do."""
         signed = part - 2**64 if part >= 2**63 else part
         return int(self.ranks.sum(torch.tensor(signed))) % 2**64
 
     def _depth(self, windows: Tensor) -> dict[str, Any]:
-        """Over the windows of the first `micro_batch` streams, whoever owns them. Who owns none passes along, unseen."""
+        """Over the windows of the first `micro_batch` streams, whoever owns them.
+
+        Who owns none passes along, unseen.
+        """
         mine = [
             row for row, stream in enumerate(self.streams.owned) if stream < self.config.micro_batch
         ]
@@ -368,28 +404,36 @@ class Trainer:
 
     @property
     def mean_grad_norm(self) -> float:
-        """Average over the steps so far of the gradient's norm before clipping; steps that were not finite do not count."""
+        """Average over the steps so far of the gradient's norm before clipping; steps that were not
+        finite do not count.
+        """
         return self.grad_norms.item() / max(self.progress.step - self.progress.bad_steps, 1)
 
     def _check_bad_steps(self) -> None:
         if self.progress.bad_in_a_row >= self.config.max_bad_steps:
             raise TrainingError(
                 f"{self.progress.bad_in_a_row} steps in a row had a loss or gradient that is not finite, the last of "
-                f"them step {self.progress.step}; the newest checkpoint is from before. Lower optimizer.muon_lr or "
-                f"optimizer.adam_lr, or raise max_bad_steps={self.config.max_bad_steps}"
+                f"them step {self.progress.step}; the newest checkpoint is from before. Lower the learning rates "
+                f"of `optimizer`, or raise max_bad_steps={self.config.max_bad_steps}"
             )
 
-    # --- state ----------------------------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------
 
     def state(self) -> State:
-        """Everything a continuation needs, as tensors under plain names. Every rank calls this at the same time."""
+        """Everything a continuation needs, as tensors under plain names.
+
+        Every rank calls this at the same time.
+        """
         places = self.ranks.gather(
             self.streams.state()
         )  # [world, owned, k]; stream s is row s // world of rank s % world
         return {
             "model": dict(self.model.state_dict()),
             "optimizer": self.optimizer.tensors(),
-            "loader": {"streams": places.transpose(0, 1).flatten(0, 1).contiguous()},
+            "loader": {
+                "streams": places[..., :4].transpose(0, 1).flatten(0, 1).contiguous(),
+                "skipped_rows": places[..., 4].T.flatten(),
+            },
             "progress": {
                 name: torch.tensor(value) for name, value in asdict(self.progress).items()
             },
@@ -398,19 +442,20 @@ class Trainer:
         }
 
     def save(self) -> None:
-        """A checkpoint of this moment; the last one of a start is on the disk afterwards, others may be on their way.
+        """A checkpoint of this moment; the last one of a start is on the disk afterwards, others
+        may be on their way.
 
         Raises TrainingError where the disk refuses it.
         """
-        details: dict[str, Any] = {"tokens": self.progress.tokens}
+        details: dict[str, Any] = {"tokens": self.progress.tokens, "recorded": self.recorded}
         if self.unevaluated is not None:
             details["unevaluated"] = to_json(self.unevaluated)
         try:
             self.checkpoints.save(self.progress.step, self.state(), details)
             if self._last or self.stopped_by:
                 self.checkpoints.wait()
-        except CheckpointError as fault:
-            raise TrainingError(str(fault)) from fault
+        except CheckpointError as error:
+            raise TrainingError(str(error)) from error
         self._restart_clock()
 
     def restore(self, checkpoint: Checkpoint) -> None:
@@ -422,30 +467,36 @@ class Trainer:
         state["random"] = {
             name: torch.empty_like(torch.get_rng_state()) for name in checkpoint.keys("random")
         }
+        loader = state["loader"]
+        rows = loader["skipped_rows"].zero_()
+        if "skipped_rows" not in checkpoint.keys("loader"):  # of a version that did not count them
+            state["loader"] = {"streams": loader["streams"]}
         checkpoint.load(state)
         self.grad_norms.copy_(state["gradients"]["norm_sum"])
-        places = state["loader"]["streams"][self.ranks.rank :: self.ranks.world]
-        self.ranks.together(lambda: self.streams.load_state(places))
+        places = torch.column_stack([loader["streams"], rows])
+        places = places[self.ranks.rank :: self.ranks.world]
+        self.ranks.all_succeed(lambda: self.streams.load_state(places))
         self.progress = Progress(**{name: int(value) for name, value in state["progress"].items()})
+        self.recorded = checkpoint.details.get("recorded")
         waiting = checkpoint.details.get("unevaluated")
         self.unevaluated = None if waiting is None else from_json(waiting)
         if (own := state["random"].get(f"cpu.rank{self.ranks.rank}")) is not None:
             torch.set_rng_state(own)
 
-    # --- when -----------------------------------------------------------------------------------------------------
+    # --- when -------------------------------------------------------------------------------------
 
     @property
     def _checkpoint_due(self) -> bool:
-        """Not while steps are going wrong: what comes next may stop the run, and the last good checkpoint must stay."""
-        return self._due(self.config.checkpoint.every) and not self.progress.bad_in_a_row
+        """Not while steps are going wrong: what comes next may stop the run, and the last good
+        checkpoint must stay.
+        """
+        return (
+            due(self.config.checkpoint.every, self.progress.step) and not self.progress.bad_in_a_row
+        )
 
     @property
     def _last(self) -> bool:
         return self.progress.step == self.config.steps
-
-    def _due(self, every: int | None, step: int | None = None) -> bool:
-        step = self.progress.step if step is None else step
-        return every is not None and step % every == 0
 
     def _restart_clock(self) -> None:
         self._clock, self._clock_tokens = time.perf_counter(), self.progress.tokens

@@ -29,7 +29,7 @@ from lrattnres.config.checks import checked, resolve
 from lrattnres.config.commands import ConvertConfig, ExportConfig, GenerateConfig, InspectConfig
 from lrattnres.config.schema import alternatives
 from lrattnres.entry import loosened, of_paper, plain_settings, run_name, settings
-from lrattnres.residual.router import VARIANTS
+from lrattnres.residual.base import path_of, paths
 from tests.paths import CONFIGS
 
 DEMO = ("experiment=demo", "name=test")
@@ -71,7 +71,11 @@ def faults(*overrides: str) -> list[str]:
         ("micro_batch=5", ["micro_batch=5", "global_batch=16", "micro_batch=4"]),
         (
             "model.residual=slr",
-            ["model.residual=slr", "baseline, attn_res, p_lr, s_lr, delta", "did you mean s_lr"],
+            [
+                "model.residual=slr",
+                "attn_res, baseline, delta, denseformer, p_lr, s_lr",
+                "did you mean s_lr",
+            ],
         ),
         ("model.routing=plus", ["model.routing=plus", "replace, add"]),
         ("compile=no", ["compile=no", "off, model, regions"]),
@@ -193,12 +197,12 @@ def test_the_default_is_the_papers_run() -> None:
     assert config.documents and notes == []
 
 
-@pytest.mark.parametrize("residual", list(VARIANTS))
+@pytest.mark.parametrize("residual", list(paths()))
 def test_every_variant_composes_and_records_what_it_uses(residual: str) -> None:
     config, notes = resolve(composed(*DEMO, f"model.residual={residual}", "model.routing=add"))
-    keys = VARIANTS[residual].keys
-    assert (config.model.rank is None) == (keys is None or not keys.ranked)
-    assert (config.model.blocks is None) == (config.model.routing is None) == (keys is None)
+    uses = path_of(config.model).uses
+    for name in ("rank", "blocks", "routing"):
+        assert (getattr(config.model, name) is None) == (name not in uses)
     unused = [name for name in ("rank", "blocks", "routing") if getattr(config.model, name) is None]
     assert len(notes) == len(unused)
     for name, note in zip(unused, notes, strict=True):

@@ -1,4 +1,4 @@
-"""Parquet in the paper's schema, and a web server on the loopback that serves it as badly as it is told to."""
+"""Parquet in the paper's schema, and a loopback web server that serves it as badly as it is told."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import unquote
 
 import pyarrow as pa
 from pyarrow import parquet
@@ -29,20 +30,25 @@ def write_rows(path: Path, texts, scores=None, row_group_size=20, **options) -> 
 
 
 class Server:
-    """`faults`: what to do with the next requests for parts of files, one after another; None serves it well.
+    """A folder, and how it is served.
 
-    `broken`: names that are always answered with status 500. `requests`: (method, path) of everything that was asked.
+    Attributes:
+        errors: what to do with the next requests for parts of files, in turn; None serves one well.
+        broken: names that are always answered with status 500.
+        requests: (method, path) of everything that was asked.
+        ranges: whether parts of files are served.
+        retry_after: the header of answers to the error "later".
     """
 
     def __init__(self, root: Path):
-        self.root, self.faults, self.broken, self.requests = root, [], set(), []
-        self.ranges = True
+        self.root, self.errors, self.broken, self.requests = root, [], set(), []
+        self.ranges, self.retry_after = True, "1"
         self.lock = threading.Lock()
         self.address = ""
 
-    def next_fault(self):
+    def next_error(self):
         with self.lock:
-            return self.faults.pop(0) if self.faults else None
+            return self.errors.pop(0) if self.errors else None
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -63,7 +69,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self, body: bool) -> None:
         self.state.requests.append((self.command, self.path))
-        path = self.path.partition("?")[0]
+        path = unquote(self.path.partition("?")[0])
         if path.startswith("/api/"):
             return self.send(200, json.dumps(self.hub(path)).encode(), "application/json")
         place = self.state.root / re.sub(
@@ -71,7 +77,8 @@ class Handler(BaseHTTPRequestHandler):
         ).lstrip("/")
         if place.is_dir():
             names = [entry.name + "/" * entry.is_dir() for entry in sorted(place.iterdir())]
-            links = "".join(f'<a href="{html.escape(name)}">{name}</a>' for name in ["../", *names])
+            names = [html.escape(name) for name in ["../", "./", "?C=N;O=D", *names]]
+            links = "".join(f'<a href="{name}">{name}</a>' for name in names)
             return self.send(200, f"<html>{links}</html>".encode(), "text/html")
         if not place.is_file():
             return self.send(404, b"", "text/plain")
@@ -87,33 +94,42 @@ class Handler(BaseHTTPRequestHandler):
             content[int(wanted[1]) : int(wanted[2]) + 1],
             int(wanted[1]),
             len(content),
-            self.state.next_fault(),
+            self.state.next_error(),
         )
         return None
 
-    def part(self, content: bytes, start: int, size: int, fault: str | None) -> None:
+    def part(self, content: bytes, start: int, size: int, error: str | None) -> None:
         half = content[: len(content) // 2]
-        if fault == "drop":
+        if error == "drop":
             self.close_connection = True
             self.connection.close()
-        elif fault == "error":
+        elif error == "error":
             self.send(500, b"try again", "text/plain")
-        elif fault == "stall":
+        elif error == "later":
+            self.send(429, b"later", "text/plain", retry_after=self.state.retry_after)
+        elif error == "stall":
             time.sleep(1.0)
             self.close_connection = True
-        else:  # "half": the connection ends in the middle; "short": a well-formed answer with too little
-            sent = half if fault in ("half", "short") else content
+        else:  # "half": the connection ends in the middle; "short": well-formed, with too little
+            sent = half if error in ("half", "short") else content
             self.send_response(206)
-            self.send_header("Content-Length", str(len(half if fault == "short" else content)))
+            self.send_header("Content-Length", str(len(half if error == "short" else content)))
             self.send_header("Content-Range", f"bytes {start}-{start + len(sent) - 1}/{size}")
             self.end_headers()
             self.wfile.write(sent)
-            self.close_connection = fault == "half"
+            self.close_connection = error == "half"
 
     def send(
-        self, status: int, content: bytes | None, kind: str, length: int | None = None
+        self,
+        status: int,
+        content: bytes | None,
+        kind: str,
+        length: int | None = None,
+        retry_after: str | None = None,
     ) -> None:
         self.send_response(status)
+        if retry_after is not None:
+            self.send_header("Retry-After", retry_after)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(content or b"") if length is None else length))
         self.end_headers()

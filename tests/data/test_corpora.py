@@ -19,7 +19,7 @@ from lrattnres.config import CorpusName, DataConfig, TokenizerName
 from lrattnres.data.corpora import cache_folder, open_corpus
 from lrattnres.data.docstrings import read_docstrings
 from lrattnres.data.documents import EncodedCorpus, held_out
-from lrattnres.data.errors import DataError
+from lrattnres.data.errors import DataError, UnreadableError
 from lrattnres.data.heldout import held_out_documents
 from lrattnres.data.streams import TrainStreams
 from lrattnres.data.text import content_hash
@@ -122,6 +122,30 @@ def test_unknown_endings_are_named_once(opened, tmp_path):
         opened("in/b.csv")
 
 
+def test_hidden_files_are_left_out_and_counted(opened, tmp_path):
+    kept = ["a.txt", "b/c.txt"]
+    hidden = [".git/x.txt", "._a.txt", "b/.cache/y.txt", "b/_z.txt", "_old/a.txt", ".DS_Store"]
+    for name in kept + hidden:
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_text(name)
+    with pytest.warns(UserWarning, match=r"data\.root=.*in: 5 files left out.*_z\.txt") as caught:
+        assert texts(opened()) == kept
+    assert len(caught) == 1
+    with pytest.warns(UserWarning, match="2 files left out"):
+        assert texts(opened("in/**/*.txt")) == kept
+    assert texts(opened("in/b/_*.txt")) == ["b/_z.txt"]
+    assert texts(opened("in/.git")) == [".git/x.txt"]
+    assert texts(opened("in/._a.txt")) == ["._a.txt"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every folder")
+def test_a_folder_that_cannot_be_listed_is_named(opened, tmp_path):
+    (tmp_path / "in" / "a.txt").write_text("text")
+    (tmp_path / "in" / "shut").mkdir(mode=0)
+    with pytest.raises(DataError, match="shut: cannot be listed"):
+        opened()
+
+
 LETTERS = ["".join(random.Random(number).choices("abcdefghij ", k=5000)) for number in range(20)]
 HALF = [(ending, "cut short") for ending in (".jsonl.gz", ".jsonl.zst", ".parquet")] + [
     (".jsonl", "line 11")
@@ -182,11 +206,11 @@ def test_broken_tables_are_named(opened, tmp_path):
     path = tmp_path / "in" / "a.parquet"
     write_parquet(path, ["a"], column="body")
     with pytest.raises(
-        DataError, match=r"a\.parquet: no column text; write data\.column= one of id, body"
+        DataError, match=r"a\.parquet: no column text; .*; write data\.column= one of body"
     ):
         opened()
     assert texts(opened(column="body")) == ["a"]
-    with pytest.raises(DataError, match=r"a\.parquet, row 1: id holds int"):
+    with pytest.raises(DataError, match=r"a\.parquet: column id holds int64, not text"):
         opened(column="id")
     parquet.write_table(
         pa.table({"text": pa.array([b"ok", b"\xff"]).cast(pa.binary()).view(pa.string())}), path
@@ -252,6 +276,17 @@ def test_a_flipped_letter_in_the_cache_is_noticed(opened, tmp_path):
         corpus.text(3)
 
 
+def test_a_cache_that_is_cut_short_while_it_is_used_is_named(opened, tmp_path):
+    WRITERS[".jsonl"](tmp_path / "in" / "a.jsonl", LETTERS * 9)
+    corpus = opened()
+    (cached,) = (tmp_path / "cache").iterdir()
+    os.truncate(cached, 4096)
+    with pytest.raises(UnreadableError, match=r"files-.*\.arrow: cut short: .* prepared again"):
+        corpus.text(150)
+    with pytest.warns(UserWarning, match="damaged"):
+        assert opened().text(150) == LETTERS[10]
+
+
 def test_a_flipped_hash_in_the_cache_is_noticed(opened, tmp_path):
     WRITERS[".jsonl"](tmp_path / "in" / "a.jsonl", LETTERS)
     fingerprint = opened().fingerprint
@@ -297,7 +332,7 @@ def test_the_cache_folder(monkeypatch):
 
 
 def test_no_document_crosses_from_one_side_to_the_other(opened, tmp_path):
-    """Copies, order and company of a text do not matter; neither seed nor epoch brings a held-out text into training."""
+    """Copies, order and company of a text do not matter, nor does a seed or an epoch."""
     words = [f"text {number}" for number in range(60)]
     WRITERS[".jsonl"](tmp_path / "in" / "a.jsonl", words + words[::-1])
     WRITERS[".jsonl"](tmp_path / "b.jsonl", [*words[::2], "one more"])

@@ -1,9 +1,11 @@
-"""Streaming parquet from folders and from a real web server that misbehaves: the tokens are those of the local files."""
+"""Streaming parquet from folders and a web server that misbehaves: the tokens are the local ones."""
 
 import os
 import random
 import threading
 import time
+from contextlib import contextmanager
+from email.utils import formatdate
 
 import fsspec
 import numpy as np
@@ -12,7 +14,13 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from lrattnres.config import CorpusName, DataConfig, TokenizerName
+from lrattnres.config import (
+    CorpusName,
+    DataConfig,
+    TokenizeConfig,
+    TokenizerConfig,
+    TokenizerName,
+)
 from lrattnres.data import stores
 from lrattnres.data.corpora import open_corpus, open_documents
 from lrattnres.data.errors import DataError, UnreadableError
@@ -20,10 +28,12 @@ from lrattnres.data.heldout import held_out_documents, kept_held_out
 from lrattnres.data.listing import differences
 from lrattnres.data.streams import TrainStreams
 from lrattnres.data.tokenizers import build_tokenizer
+from lrattnres.data.tokenizing import tokenize_corpus
 from tests.data.serving import serving, write_rows
 
 BYTES = build_tokenizer(TokenizerName.bytes)
 CL100K = build_tokenizer(TokenizerName.cl100k_base)
+CL100K_CONFIG = TokenizerConfig(TokenizerName.cl100k_base)
 
 
 @pytest.fixture
@@ -72,7 +82,7 @@ def batches(documents, steps=40, **options) -> torch.Tensor:
     return found
 
 
-FAULTS = ["drop", "stall", "error", "half", "short", None]
+ERRORS = ["drop", "stall", "error", "half", "short", "later", None]
 
 
 @pytest.mark.parametrize("workers", [0, 3])
@@ -82,35 +92,95 @@ def test_a_server_that_drops_stalls_fails_and_truncates_gives_the_local_stream(
     expected = batches(opened(folder))
     with serving(folder.parent) as server:
         choose = random.Random(workers)
-        server.faults = [*FAULTS, *choose.choices(FAULTS, [3, 1, 3, 3, 3, 8], k=25)]
+        server.retry_after = "0"
+        server.errors = [*ERRORS, *choose.choices(ERRORS, [3, 1, 3, 3, 3, 0, 8], k=25)]
         documents = opened(f"{server.address}/en", retries=20)
         assert documents.fingerprint == opened(folder).fingerprint
         assert torch.equal(batches(documents, workers=workers), expected)
-        assert not server.faults
+        assert not server.errors
 
 
-def test_every_prefix_gives_the_same_order(folder, monkeypatch, tmp_path):
-    expected, local = batches(opened(folder), 10), opened(folder)
+@contextmanager
+def every_root(folder, monkeypatch):
+    """The same folder as five stores: the roots, the local one first, and the server."""
     memory = fsspec.filesystem("memory")
     for path in folder.rglob("*.parquet"):
         memory.pipe(f"/bucket/en/{path.relative_to(folder)}", path.read_bytes())
     with serving(folder.parent) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.address)
-        for root in (f"{server.address}/en/", "memory://bucket/en", "hf://datasets/owner/name/en"):
+        remote = [f"{server.address}/en/", "memory://bucket/en", "hf://datasets/owner/name/en"]
+        yield [folder, f"file://{folder}", *remote], server
+    memory.rm("/bucket", recursive=True)
+
+
+def test_every_prefix_gives_the_same_order(folder, monkeypatch):
+    write_rows(folder / "http & co.parquet", ["a name that a listing of links may get wrong"])
+    with every_root(folder, monkeypatch) as (roots, _):
+        expected = batches(opened(folder), 10)
+        for root in roots:
             documents = opened(root)
-            assert documents.fingerprint == local.fingerprint, root
+            assert documents.fingerprint == opened(folder).fingerprint, root
             assert torch.equal(batches(documents, 10), expected), root
-        pinned = documents.listing
-        assert pinned["revision"] == "a" * 40
-        server.requests.clear()
-        again = open_documents(config("hf://datasets/owner/name/en"), BYTES, pinned)
-        assert not server.requests  # a revision cannot change: nothing is listed anew
-        assert torch.equal(batches(again, 10), expected)
-        assert all("a" * 40 in path for _, path in server.requests)
     with pytest.raises(DataError, match=r"data\.root=hf://models/x.*hf://datasets/OWNER"):
         opened("hf://models/x/y")
     with pytest.raises(DataError, match=r"data\.root=none://.*none"):
         opened("none://bucket")
+
+
+HIDDEN = [
+    ".ipynb_checkpoints/b-checkpoint.parquet",
+    "deep/_temporary/c.parquet",
+    "._d.parquet",
+    "_e.parquet",
+]
+
+
+def test_hidden_files_are_left_out_of_every_store_and_counted(folder, monkeypatch):
+    expected = opened(folder).fingerprint
+    for name in HIDDEN:
+        write_rows(folder / name, ["a copy"])
+    with every_root(folder, monkeypatch) as (roots, _):
+        for root in roots:
+            with pytest.warns(UserWarning, match=r"data\.root=.*: 4 files left out.*_e\.parquet"):
+                assert opened(root).fingerprint == expected, root
+
+
+def test_what_a_run_has_pinned_is_not_listed_again(folder, monkeypatch):
+    """But for a local folder, which shows at once what changed; not even that for another rank."""
+    before = opened(folder)
+    write_rows(folder / "part-9.parquet", ["new"])
+    assert opened(folder).fingerprint != before.fingerprint
+    told = open_documents(config(folder), BYTES, before.listing, fresh=True)
+    assert told.fingerprint == before.fingerprint
+    again = open_documents(config(folder), BYTES, before.listing)
+    assert again.fingerprint != before.fingerprint
+    with every_root(folder, monkeypatch) as (roots, server):
+        for root in roots[2:]:
+            pinned = opened(root).listing
+            server.requests.clear()
+            again = open_documents(config(root), BYTES, pinned)
+            assert not server.requests and again.listing == pinned, root
+            assert torch.equal(batches(again, 10), batches(opened(folder), 10)), root
+        assert pinned["revision"] == "a" * 40
+        reads = [path for _, path in server.requests if not path.startswith("/api")]
+        assert reads and all("a" * 40 in path for path in reads)
+
+
+def test_retry_after_is_obeyed_and_no_longer_than_a_read_may_take(folder, monkeypatch):
+    monkeypatch.setattr(stores, "LONGEST_PAUSE", 0.01)
+    with serving(folder.parent) as server:
+        documents = opened(f"{server.address}/en", retries=4)
+        soon = formatdate(time.time() + 2, usegmt=True)
+        for group, (asked, least) in enumerate([(soon, 0.9), ("1", 1.0), ("no date", 0.0)]):
+            server.errors, server.retry_after = ["later"], asked
+            begin = time.monotonic()
+            documents.group(group)
+            assert not server.errors
+            assert least <= time.monotonic() - begin < 3
+        server.errors, server.retry_after, begin = ["later"], "3600", time.monotonic()
+        with pytest.raises(UnreadableError, match=r"unreadable after 1 tries.*status 429"):
+            documents.group(len(documents.rows) - 1)
+        assert time.monotonic() - begin < 3
 
 
 def test_what_stays_unreadable_is_named_or_skipped_and_counted(folder, impatient):
@@ -229,7 +299,8 @@ def test_scores_files_and_columns(folder, tmp_path):
     assert documents.fingerprint != opened(tmp_path / "s", max_files=1).fingerprint
     with pytest.raises(
         DataError,
-        match=r"a\.parquet: no column text; there are content, score, source; write data\.column",
+        match=r"no column text; the columns are content \(string\), score \(double\), source "
+        r"\(string\); write data\.column= one of content, source",
     ):
         opened(tmp_path / "s", column="text")
     with pytest.raises(DataError, match=r"column score holds double, not text"):
@@ -291,6 +362,109 @@ def test_texts_that_bite_come_back_whole(tmp_path, giant):
     )
     for tokens in found:
         assert tokens[0] == 100_257 and (tokens[1:] < 100_257).all()
+
+
+KINDS = [
+    pa.string(),
+    pa.large_string(),
+    pa.string_view(),
+    pa.dictionary(pa.int32(), pa.string()),
+    pa.dictionary(pa.int8(), pa.large_string()),
+    pa.json_(pa.string()),
+]
+TEXTS = [None, "", '"one"', '"zwei é"', '"one"']
+
+
+def spelled(documents):
+    groups = map(documents.group, range(len(documents.rows)))
+    return [
+        BYTES.decode(group.tokens(row)[1:])
+        for group in groups
+        for row in np.flatnonzero(group.present)
+    ]
+
+
+def read_three_ways(place, column="text", **options):
+    """The texts that a corpus of files, streaming and tokenizing find in a folder of parquet."""
+    cache, root = str(place.parent / "cache"), str(place)
+    prepared = open_corpus(DataConfig(CorpusName.files, root, column=column, cache=cache))
+    yield [prepared.text(row) for row in range(len(prepared))]
+    yield spelled(opened(place, column=column, **options))
+    data = config(place, column=column, **options)
+    out = place.parent / "tok"
+    tokenize_corpus(TokenizeConfig(str(out), 1, 1, data, TokenizerConfig(TokenizerName.bytes)))
+    yield spelled(open_documents(DataConfig(CorpusName.tokens, str(out), holdout=0.2), BYTES))
+
+
+def test_every_kind_of_text_is_read_the_same_three_ways(tmp_path):
+    """A file of each, and one of nulls; each has a struct with a part of the column's name."""
+    (tmp_path / "in").mkdir()
+    other = pa.array([{"text": "not this", "url": "nor this"}] * len(TEXTS))
+    for number, kind in enumerate([*KINDS, pa.null()]):
+        values = pa.array(TEXTS, kind if kind == pa.string_view() else pa.string())
+        if isinstance(kind, pa.BaseExtensionType):
+            values = pa.ExtensionArray.from_storage(kind, values)
+        values = values.cast(kind) if kind != pa.null() else pa.nulls(len(TEXTS))
+        table = pa.table({"meta": other, "text": values, "id": range(len(TEXTS))})
+        parquet.write_table(table, tmp_path / "in" / f"{number}.parquet")
+    for found in read_three_ways(tmp_path / "in"):
+        assert found == ['"one"', '"zwei é"', '"one"'] * len(KINDS)
+
+
+STRUCT = pa.struct([("text", pa.string()), ("url", pa.string())])
+UNFIT = [
+    ([("meta", STRUCT), ("id", pa.int64())], "no column text; the columns are meta \\(struct"),
+    ([("text", STRUCT)], "column text holds struct<text: string, url: string>, not text"),
+    ([("text", pa.binary()), ("a", pa.string())], "text holds binary, not text; .* one of a$"),
+    ([("text", pa.dictionary(pa.int8(), pa.float64()))], "text holds d(ouble|ictionary<.*), not"),
+    ([("text", pa.list_(pa.string()))], "column text holds list<.*, not text"),
+    ([("text", pa.string()), ("text", pa.string())], "2 columns of the name text"),
+    ([("text", pa.string())], "and not one (row|text)"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), UNFIT)
+def test_what_cannot_be_read_is_refused_the_same_three_ways(tmp_path, fields, message):
+    (tmp_path / "in").mkdir()
+    parquet.write_table(pa.schema(fields).empty_table(), tmp_path / "in" / "a.parquet")
+    three = read_three_ways(tmp_path / "in")
+    with pytest.raises(DataError, match=message):
+        next(three)
+    with pytest.raises(DataError, match=message):
+        opened(tmp_path / "in", column="text")
+    data = config(tmp_path / "in", column="text")
+    with pytest.raises(DataError, match=message):
+        tokenize_corpus(TokenizeConfig(str(tmp_path / "t"), 1, 1, data, CL100K_CONFIG))
+
+
+def test_a_corpus_without_a_text_is_refused_with_what_is_in_it(tmp_path):
+    write_rows(tmp_path / "in" / "a.parquet", ["", None, "a", "b"], [1.0, 1.0, 0.1, None])
+    data = config(tmp_path / "in", min_score=0.5)
+    counts = r"4 rows, 2 of them empty, 2 below data\.min_score, 0 held out"
+    with pytest.raises(DataError, match=f"no document to train on: {counts}"):
+        streams_of(open_documents(data, BYTES), streams=2)
+    for _ in range(2):  # a second call finds the shards of the first
+        with pytest.raises(DataError, match=f"no document to tokenize: {counts}"):
+            tokenize_corpus(TokenizeConfig(str(tmp_path / "t"), 1, 1, data, CL100K_CONFIG))
+    with pytest.raises(DataError, match=r"below data\.min_score"):
+        write_rows(tmp_path / "text" / "a.parquet", ["a"], [0.1])
+        streams_of(opened(tmp_path / "text", min_score=0.5), streams=1)
+    table = pa.table({"content": ["a"], "score": ["high"]})
+    parquet.write_table(table, tmp_path / "in" / "a.parquet")
+    with pytest.raises(DataError, match="column score holds string, not numbers"):
+        open_documents(data, BYTES)
+
+
+def test_skipped_rows_are_told_at_the_start(tmp_path):
+    write_rows(tmp_path / "a.parquet", ["", None, "a", "b", "c"], [1.0, 1.0, 0.1, 0.9, 0.9])
+    documents = opened(tmp_path, min_score=0.5)
+    streams = streams_of(documents, streams=1, holdout=0.0)
+    told = "2 empty and 1 below data.min_score of the 5 rows read so far"
+    assert documents.skipped == told
+    for _ in range(40):
+        streams.next_batch()
+    epoch, row, *_, skipped = streams.state()[0].tolist()
+    assert 3 * epoch <= skipped <= 3 * epoch + min(row, 3) and streams.skipped_rows == skipped
 
 
 def test_bytes_that_are_no_text_are_refused(tmp_path):

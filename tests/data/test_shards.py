@@ -24,7 +24,7 @@ from lrattnres.config import (
 )
 from lrattnres.config.checks import checked
 from lrattnres.data.corpora import open_documents
-from lrattnres.data.errors import DataError
+from lrattnres.data.errors import DataError, UnreadableError
 from lrattnres.data.heldout import held_out_documents
 from lrattnres.data.shards import Shard, token_dtype, write_shard
 from lrattnres.data.streams import TrainStreams
@@ -208,6 +208,31 @@ def test_one_flipped_bit_is_noticed(folder, tmp_path, place):
     assert damaged == 1
 
 
+def test_shards_and_files_that_are_cut_short_while_they_are_used_are_named(folder, tmp_path):
+    for path in (folder / "tok").iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    documents = opened(tmp_path)
+    number = len(documents.rows) - 1
+    group, row = documents.group(number), int(np.flatnonzero(documents.group(number).present)[-1])
+    group.tokens(row)
+    last = max(tmp_path.glob("shard_*"))
+    os.truncate(last, 4096)
+    with pytest.raises(UnreadableError, match=rf"{last.name}: cut short: .*tokenize again"):
+        group.tokens(row)
+    last.unlink()
+    with pytest.raises(UnreadableError, match=rf"{last.name}.*tokenize again"):
+        documents.group(number)
+    (tmp_path / "bin").mkdir()
+    np.tile(np.arange(257, dtype="<u4"), 99).tofile(tmp_path / "bin" / "a.bin")
+    documents = opened(tmp_path / "bin", BYTES)
+    group = documents.group(0)
+    os.truncate(tmp_path / "bin" / "a.bin", 4096)
+    with pytest.raises(UnreadableError, match=r"a\.bin: cut short"):
+        group.tokens(90)
+    with pytest.raises(UnreadableError, match=r"a\.bin: 4,096 bytes, and .* when the run started"):
+        documents.group(0)
+
+
 def test_budget_and_copies(folder):
     documents = opened(folder / "tok")
     total = int((documents.sizes // 4).sum())
@@ -241,7 +266,7 @@ def test_budget_and_copies(folder):
 def test_small_vocabularies_take_two_bytes(folder, tmp_path):
     assert (token_dtype(257), token_dtype(65_536), token_dtype(65_537)) == ("<u2", "<u2", "<u4")
     tokenize_corpus(config(folder, "bytes", TokenizerName.bytes, min_score=0.7))
-    assert Shard(folder / "bytes" / "shard_00000.tokens").tokens.dtype == "<u2"
+    assert Shard(folder / "bytes" / "shard_00000.tokens").dtype == "<u2"
     documents = opened(folder / "bytes", BYTES)
     assert (
         0
@@ -253,7 +278,7 @@ def test_small_vocabularies_take_two_bytes(folder, tmp_path):
         tmp_path / "a", [[(7, tokens), (8, tokens[:0])], [], [(9, tokens[:1])]], {}, 257
     )
     shard = Shard(tmp_path / "a", entry)
-    assert [shard.row(row).tolist() for row in range(3)] == [[256, 1, 2, 255], [], [256]]
+    assert [shard.open()(row).tolist() for row in range(3)] == [[256, 1, 2, 255], [], [256]]
     assert shard.groups.tolist() == [2, 0, 1] and shard.hashes.tolist() == [7, 8, 9]
 
 

@@ -2,6 +2,7 @@
 
 import warnings
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -24,6 +25,8 @@ SEPARATOR = 256
 
 
 class ListTexts:
+    low = 0
+
     def __init__(self, texts):
         self.texts, self.present = texts, np.array([bool(text) for text in texts])
         self.hashes = np.array([content_hash(text or "") for text in texts], dtype=np.uint64)
@@ -33,12 +36,13 @@ class ListTexts:
 
 
 class ListCorpus:
-    """`groups`: lists of texts; None is a row that is no document. `broken`: numbers of groups that cannot be read."""
+    """`groups`: lists of texts, None is no document; `broken`: groups that cannot be read."""
 
     fingerprint, description, listing, streamed = "list", "a list of texts", None, True
+    skipped = ""
 
     def __init__(self, groups, broken=()):
-        self.groups, self.broken = groups, set(broken)
+        self.groups, self.broken, self.asked = groups, set(broken), []
         self.rows = np.array([len(group) for group in groups], dtype=np.int64)
         self.sizes = self.rows
 
@@ -46,6 +50,7 @@ class ListCorpus:
         return f"document {group} of {self.description}"
 
     def group(self, number):
+        self.asked.append(number)
         if number in self.broken:
             raise UnreadableError(f"group {number} is broken")
         return ListTexts(self.groups[number])
@@ -112,10 +117,28 @@ GROUPS = st.lists(ROWS, min_size=1, max_size=9).filter(
 @given(GROUPS, st.integers(1, 5), st.integers(1, 7), st.integers(0, 3), st.integers(0, 3))
 def test_groups_of_any_size_are_cut_into_equal_stretches(groups, count, context, seed, workers):
     """Groups with nothing in them, fewer groups than streams, streams without a document in an epoch."""
-    count = min(count, sum(map(len, groups)))
-    streams, steps = grouped(groups, count, context=context, seed=seed, workers=workers, ahead=3), 6
+    count, steps = min(count, sum(map(len, groups))), 6
+    options = {"context": context, "seed": seed, "workers": workers, "ahead": 3}
+    try:
+        streams = grouped(groups, count, **options)
+    except DataError:  # a stream whose stretch never has the only text
+        epochs = [list(epoch_of(groups, seed, epoch)) for epoch in range(50)]
+        cuts = [len(epochs[0]) * stream // count for stream in range(count + 1)]
+        assert any(
+            not any(text for texts in epochs for text in texts[begin:end])
+            for begin, end in pairwise(cuts)
+        )
+        return
     batches = torch.stack([streams.next_batch() for _ in range(steps)])
     streams.close()
+    for stream, skipped in enumerate(streams.state()[:, 4].tolist()):
+        epoch, row = streams.state()[stream, :2].tolist()
+        begin, end = (sum(map(len, groups)) * cut // count for cut in (stream, stream + 1))
+        passed = [
+            text for past in range(epoch) for text in list(epoch_of(groups, seed, past))[begin:end]
+        ]
+        passed += list(epoch_of(groups, seed, epoch))[begin : begin + row]
+        assert skipped == sum(not text for text in passed)
     for stream in range(count):
         tokens = reference(groups, count, stream, seed, steps * context + 1)
         assert batches[:, stream].tolist() == [
@@ -136,6 +159,31 @@ def test_every_document_once_an_epoch(texts, count, context):
         documents = BYTES.decode(row).split("<|endoftext|>")[1:-1]  # the last one may be cut short
         seen.update(documents[of_epoch : 2 * of_epoch])  # the second epoch
     assert seen == Counter(texts)
+
+
+@pytest.mark.parametrize("world", [1, 4])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_corpus_without_a_training_document_is_read_once_and_refused(world, workers):
+    """Whatever the reason is; each rank reads a group at most once, and the counts are told."""
+    corpus = ListCorpus([["a", None, "b", ""], [None], ["c", "d"]] * 15)
+    options = {"context": 4, "streams": 4, "seed": 0, "world": world, "workers": workers}
+    with pytest.raises(DataError, match=r"105 rows, 45 of them empty, 0 below .*, 60 held out;"):
+        TrainStreams(EncodedCorpus(corpus, BYTES), holdout=1.0, **options)
+    assert len(corpus.asked) == len(set(corpus.asked)) == 45
+    corpus = ListCorpus([["a"], ["b"]] * 8, broken=range(8))
+    with pytest.raises(DataError, match=r"8 rows, .*, 8 held out, 8 row groups unreadable"):
+        TrainStreams(EncodedCorpus(corpus, BYTES), holdout=1.0, skip_unreadable=True, **options)
+
+
+def test_groups_without_a_training_document_are_not_read_again():
+    corpus = ListCorpus([[None, ""]] * 30 + [["the only text"]])
+    streams = TrainStreams(EncodedCorpus(corpus, BYTES), context=4, streams=1, seed=0)
+    for _ in range(50):
+        streams.next_batch()
+    epoch = int(streams.state()[0, 0])
+    assert epoch > 10 and Counter(corpus.asked)[30] == epoch + 1
+    assert all(times == 1 for group, times in Counter(corpus.asked).items() if group != 30)
+    assert 60 * epoch <= streams.skipped_rows <= 60 * (epoch + 1)
 
 
 def test_epochs_and_seeds_have_orders_of_their_own():
@@ -223,13 +271,13 @@ def test_too_few_documents_are_refused():
 @pytest.mark.parametrize(
     "state",
     [
-        torch.zeros(3, 4, dtype=torch.int64),
-        torch.zeros(2, 3, dtype=torch.int64),
-        torch.zeros(2, 4),
-        torch.tensor([[0, 0, 0, 0], [0, 4, 0, 0]]),
-        torch.tensor([[0, 0, 0, 0], [0, 0, 99, 0]]),
-        torch.tensor([[0, 0, 0, 0], [-1, 0, 0, 0]]),
-        torch.tensor([[0, 0, 0, 0], [0, 0, -1, 0]]),
+        torch.zeros(3, 5, dtype=torch.int64),
+        torch.zeros(2, 4, dtype=torch.int64),
+        torch.zeros(2, 5),
+        torch.tensor([[0, 0, 0, 0, 0], [0, 4, 0, 0, 0]]),
+        torch.tensor([[0, 0, 0, 0, 0], [0, 0, 99, 0, 0]]),
+        torch.tensor([[0, 0, 0, 0, 0], [-1, 0, 0, 0, 0]]),
+        torch.tensor([[0, 0, 0, 0, 0], [0, 0, -1, 0, 0]]),
     ],
 )
 def test_a_foreign_state_is_refused(state):

@@ -1,10 +1,12 @@
 """Tokenizers against tiktoken itself, the published constants, and UTF-8."""
 
+import contextlib
 import random
 
 import numpy as np
 import pytest
 import tiktoken
+import tiktoken.load
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -165,6 +167,30 @@ def test_without_network_the_remedy_is_named(monkeypatch, tmp_path, name, remedy
     offline_only(monkeypatch, tmp_path, name)
     with pytest.raises(DataError, match=f"tokenizer.name={name}.*{remedy}"):
         build_tokenizer(TokenizerName[name])
+
+
+@pytest.mark.parametrize("name", ["cl100k_base", "gpt2"])
+def test_missing_rank_files_are_named_as_tiktoken_looks_for_them(monkeypatch, tmp_path, name):
+    """The truth is where tiktoken itself leaves what it has fetched, whatever that is."""
+    offline_only(monkeypatch, tmp_path, name)
+    with pytest.raises(DataError) as refusal:
+        build_tokenizer(TokenizerName[name])
+    fetched = []
+
+    def fetch(address):
+        fetched.append(address)
+        return b"x"
+
+    monkeypatch.setattr(tiktoken.load, "read_file", fetch)
+    monkeypatch.setattr(tiktoken.load, "check_hash", lambda data, expected: True)
+    with contextlib.suppress(ValueError, AssertionError, IndexError):
+        openai_public.ENCODING_CONSTRUCTORS[name]()
+    stored = list(tmp_path.iterdir())
+    assert fetched and len(stored) == len(fetched)
+    for address, path in zip(
+        fetched, sorted(stored, key=lambda path: path.stat().st_mtime_ns), strict=True
+    ):
+        assert f"{path} (a copy of {address})" in str(refusal.value)
 
 
 def test_other_ranks_than_the_published_ones_are_refused(monkeypatch):

@@ -95,7 +95,7 @@ def test_stops_and_resumes_change_nothing(documents, straight, workers):
 @pytest.mark.parametrize("workers", [0, 3])
 def test_ranks_and_threads_change_nothing(documents, straight, world, workers):
     """The hashes of ranks add up; the state of one number of ranks is continued by another."""
-    other, states = {1: 4, 2: 1, 4: 2}[world], torch.empty(STREAMS, 4, dtype=torch.int64)
+    other, states = {1: 4, 2: 1, 4: 2}[world], torch.empty(STREAMS, 5, dtype=torch.int64)
     total = [0] * STEPS
     for rank in range(world):
         streams = streams_of(documents, rank=rank, world=world, workers=workers, ahead=2)

@@ -1,13 +1,14 @@
-"""Real ranks on 127.0.0.1: processes over gloo that start fast, end within a limit and give back what they return.
+"""Real ranks on 127.0.0.1: processes over gloo that start fast, end within a limit and give back
+what they return.
 
     def job(rank: int, folder: Path) -> float: ...     # at the top of a test module
-    losses = launch(job, 4, tmp_path)                  # one for each rank; a failure on any rank raises here
+    losses = launch(job, 4, tmp_path)                  # one for each rank; a failure raises here
     with Ranks(job, 4, tmp_path) as ranks:             # the same, to kill or signal some of them
         ranks.kill(2)
         endings = ranks.wait(60)
 
-Ranks are forked from a server that has imported torch once. The caller holds the rendezvous, as torchrun does, so no
-port is guessed and rank 0 can be killed like any other.
+Ranks are forked from a server that has imported torch once. The caller holds the rendezvous, as
+torchrun does, so no port is guessed and rank 0 can be killed like any other.
 """
 
 from __future__ import annotations
@@ -31,15 +32,19 @@ from typing import Any
 import torch
 from torch import distributed
 
+from lrattnres.distributed import ranks
+
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch.distributed.fsdp", "torch.distributed.checkpoint", "lrattnres.optim.optimizer"]
+    ["torch.distributed.fsdp", "torch.distributed.checkpoint", "lrattnres.optim.muon_adam"]
 )
 
 
 @dataclass
 class Ending:
-    """How a rank ended: `code` as of `Popen.returncode` (None: killed at the limit), what it returned and printed."""
+    """How a rank ended: `code` as of `Popen.returncode` (None: killed at the limit), what it
+    returned and printed.
+    """
 
     code: int | None
     value: Any
@@ -47,10 +52,12 @@ class Ending:
 
 
 class Ranks:
-    """`world` running processes of function(rank, *arguments); left over ones are killed at the end of the `with`.
+    """`world` running processes of function(rank, *arguments); left over ones are killed at the end
+    of the `with`.
 
-    `group`: a gloo process group over all of them is there before the call, else only torchrun's variables are.
-    `timeout`: seconds until one of its collectives gives up. `function` must be found by its module's name.
+    `group`: a gloo process group over all of them is there before the call, else only torchrun's
+    variables are. `timeout`: seconds until one of its collectives gives up. `function` must be
+    found by its module's name.
     """
 
     def __init__(
@@ -170,7 +177,8 @@ def launch(
 ) -> list[Any]:
     """Runs function(rank, *arguments) on `world` ranks and returns what each returned.
 
-    Raises AssertionError with the output of every rank that failed or was not through after `limit` seconds.
+    Raises AssertionError with the output of every rank that failed or was not through after `limit`
+    seconds.
     """
     with Ranks(function, world, *arguments, group=group, timeout=timeout) as ranks:
         endings = ranks.wait(limit)
@@ -181,6 +189,11 @@ def launch(
     ]
     assert not failed, "\n".join(failed)
     return [end.value for end in endings]
+
+
+def connected() -> ranks.Ranks:
+    """Inside of a rank with a process group: all of them, in another one of their own."""
+    return ranks.Ranks(distributed.get_rank(), distributed.get_world_size()).apart(30.0)
 
 
 def _rank(

@@ -1,4 +1,6 @@
-"""Ablations on several ranks are those of one process: what they learn stays with the router, whole on each rank."""
+"""Ablations on several ranks are those of one process: what they learn stays with the router, whole
+on each rank.
+"""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""The launcher itself: ranks talk to each other, and failures, kills and hangs come back within the limit."""
+"""The launcher itself: ranks talk to each other, and failures, kills and hangs come back within the
+limit.
+"""
 
 import time
 

@@ -1,8 +1,9 @@
-"""Activation checkpointing and compilation: the same gradients, less memory, one graph for equal sub-layers."""
+"""Activation checkpointing and compilation: the same gradients, less memory, one graph for equal
+sub-layers.
+"""
 
 import pytest
 import torch
-from tests.config.test_config import composed
 from torch._dynamo import config as dynamo
 from torch._dynamo.utils import counters
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -13,7 +14,8 @@ from lrattnres.config.checks import resolve
 from lrattnres.distributed.parallel import Parallel, mesh_shape, parallelize
 from lrattnres.model.attention import BACKENDS
 from lrattnres.model.transformer import Transformer, build_model
-from lrattnres.residual.router import VARIANTS
+from lrattnres.residual.base import paths
+from tests.config.test_config import composed
 
 
 class Alive(TorchDispatchMode):
@@ -38,8 +40,8 @@ class Alive(TorchDispatchMode):
 def prepared(settings: list[str]) -> tuple[Transformer, torch.Tensor]:
     config, _ = resolve(composed(*settings))
     model = build_model(
-        config.model, seed=0, device=torch.device("cpu"), attention=BACKENDS["sdpa"], dtype=torch.float32,
-        prepare=lambda model: parallelize(model, config, Parallel()),
+        config.model, seed=0, device=torch.device("cpu"), attention=BACKENDS["sdpa"],
+        dtype=torch.float32, prepare=lambda model: parallelize(model, config, Parallel()),
     )  # fmt: skip
     with torch.no_grad():
         for parameter in model.parameters():
@@ -59,7 +61,7 @@ def gradients(settings: list[str]) -> tuple[dict[str, torch.Tensor], int]:
     return {name: parameter.grad for name, parameter in model.named_parameters()}, kept
 
 
-@pytest.mark.parametrize("residual", list(VARIANTS))
+@pytest.mark.parametrize("residual", list(paths()))
 def test_recomputation_changes_memory_only(tiny_run, residual: str) -> None:
     settings = tiny_run(f"model.residual={residual}", "model.blocks=null", "model.layers=4")
     expected, everything = gradients(settings)

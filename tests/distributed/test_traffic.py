@@ -1,4 +1,6 @@
-"""Bytes that ranks send in a step, counted while it runs, against what the sizes of the parameters say."""
+"""Bytes that ranks send in a step, counted while it runs, against what the sizes of the parameters
+say.
+"""
 
 import json
 from pathlib import Path
@@ -39,7 +41,9 @@ def one_step(
 def padded(
     shapes: dict[str, tuple[int, ...]], shards: int, *, times: dict[str, int] | None = None
 ) -> int:
-    """Elements of one rank's shards, each `times` its module's name: a shard of rows has ceil(rows / shards) of them."""
+    """Elements of one rank's shards, each `times` its module's name: a shard of rows has ceil(rows
+    / shards) of them.
+    """
     return sum(
         -(-rows // shards) * cols * (times or {}).get(name.split(".")[0], 1)
         for name, (rows, cols) in shapes.items()
@@ -64,7 +68,8 @@ def test_the_bytes_of_a_step_follow_from_the_parameters(tiny_run, residual: str,
     )
     _, shapes, _ = found[0]
     passes = 8 // (2 * world)
-    # Gathered for the forward pass and again for the backward pass, but for the head, and the queries in the root unit.
+    # Gathered for the forward pass and again for the backward pass, but for the head, and the
+    # queries in the root unit.
     twice = padded(shapes, shards, times={"sublayers": 2, "embedding": 2})
     once = padded(shapes, shards)
     blocks = [
@@ -77,8 +82,10 @@ def test_the_bytes_of_a_step_follow_from_the_parameters(tiny_run, residual: str,
             world - 1
         )  # a byte: is there a batch
         assert sent["reduce_scatter"] == passes * (shards - 1) * FLOAT * once
-        # A ring of the copies, once a step; then what ranks tell each other: 8 bytes for the tokens, 16 for the losses,
-        # 16 for the decision, and a float for the norm of each parameter, which is summed over shards only.
+        # A ring of the copies, once a step; then what ranks tell each other: 8 bytes for the
+        # tokens, 16 for the losses,
+        # 16 for the decision, and a float for the norm of each parameter, which is summed over
+        # shards only.
         ring = 2 * (copies - 1) * FLOAT * once // copies
         told = sum(2 * size * (world - 1) // world for size in (8, 16, 16))
         norms = len(shapes) * 2 * FLOAT * (shards - 1) // shards
@@ -112,7 +119,8 @@ def test_shares_are_logged_and_printed(tiny_run, start, tmp_path: Path) -> None:
     ]
     counted = {record["step"]: record for record in records if "bytes_sent" in record}
     assert list(counted) == [5, 8]
-    assert counted[5]["bytes_sent"] == counted[8]["bytes_sent"] and set(counted[5]["bytes_sent"]) == {
+    assert counted[5]["bytes_sent"] == counted[8]["bytes_sent"]
+    assert set(counted[5]["bytes_sent"]) == {
         "all_gather", "reduce_scatter", "all_reduce", "all_to_all",
     }  # fmt: skip
     assert all(len(ranks) == 2 and min(ranks) > 0 for ranks in counted[5]["bytes_sent"].values())

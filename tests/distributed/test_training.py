@@ -1,8 +1,9 @@
-"""One run on several ranks is the run of one process: losses, norms, batches and weights, for every variant and mesh."""
+"""One run on several ranks is the run of one process: losses, norms, batches and weights, for every
+variant and mesh.
+"""
 
 import pytest
 import torch
-from tests.config.test_config import composed
 from torch.distributed.tensor import DTensor
 
 from lrattnres.config.checks import resolve
@@ -10,8 +11,9 @@ from lrattnres.data.dataset import open_dataset
 from lrattnres.distributed.parallel import parallelize, start_parallel
 from lrattnres.model.attention import BACKENDS
 from lrattnres.model.transformer import build_model
-from lrattnres.residual.router import VARIANTS
+from lrattnres.residual.base import paths
 from lrattnres.training.trainer import Trainer
+from tests.config.test_config import composed
 from tests.distributed.launch import launch
 
 CPU = torch.device("cpu")
@@ -21,7 +23,8 @@ MESHES = {
     "hsdp 2x2": (4, ["parallel.mode=hsdp", "parallel.shard_degree=2"]),
     "ddp 2": (2, ["parallel.mode=ddp"]),
 }
-# Learning rates that leave ten steps comparable, and a batch that is cut twice a rank for two ranks and once for four.
+# Learning rates that leave ten steps comparable, and a batch that is cut twice a rank for two ranks
+# and once for four.
 SETTINGS = [
     "steps=10",
     "micro_batch=2",
@@ -116,7 +119,7 @@ def test_ranks_train_as_one_process_does(tiny_run, residual: str, mesh: str) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("blocks", ["null", "4"])
-@pytest.mark.parametrize("residual", list(VARIANTS))
+@pytest.mark.parametrize("residual", list(paths()))
 @pytest.mark.parametrize("mesh", list(MESHES))
 def test_every_variant_and_mesh(tiny_run, mesh: str, residual: str, blocks: str) -> None:
     world, extra = MESHES[mesh]

@@ -1,4 +1,6 @@
-"""`torchrun … train.py …` as a user starts it: killed, signalled, stopped, continued on other numbers of ranks."""
+"""`torchrun … train.py …` as a user starts it: killed, signalled, stopped, continued on other
+numbers of ranks.
+"""
 
 import contextlib
 import os
@@ -24,7 +26,9 @@ TORCHRUN = ["-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoi
 
 
 class Job:
-    """One `torchrun` (or, for one rank, plain Python) in a session of its own: nothing of it outlives the test."""
+    """One `torchrun` (or, for one rank, plain Python) in a session of its own: nothing of it
+    outlives the test.
+    """
 
     def __init__(self, ranks: int, output: Path, *arguments: str, script: str = "train.py"):
         self.output = output
@@ -96,7 +100,9 @@ def losses(folder: Path) -> list[float]:
 
 
 def assert_same_course(one: Path, other: Path) -> None:
-    """Nothing lost, nothing repeated, the same batches, and the same losses to the rounding of a sum."""
+    """Nothing lost, nothing repeated, the same batches, and the same losses to the rounding of a
+    sum.
+    """
     expected, found = (MetricsFile.read(folder / "metrics.jsonl") for folder in (one, other))
     assert [record["step"] for record in found] == [record["step"] for record in expected]
     assert [record["batch_hash"] for record in found] == [

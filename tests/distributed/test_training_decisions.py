@@ -1,4 +1,6 @@
-"""What one rank meets, all decide together: faults of data, steps that are not finite, and what they agree on at all."""
+"""What one rank meets, all decide together: faults of data, steps that are not finite, and what
+they agree on at all.
+"""
 
 import math
 import os
@@ -7,17 +9,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.config.test_config import composed
 
 from lrattnres.config import Compile, ConfigError
 from lrattnres.config.checks import resolve
 from lrattnres.data.dataset import Dataset
 from lrattnres.data.errors import DataError
-from lrattnres.distributed.ranks import Elsewhere, Ranks, start_ranks
+from lrattnres.distributed.ranks import PATIENCE, RankError, Ranks, start_ranks
 from lrattnres.evaluation.diagnostics import diagnose
 from lrattnres.evaluation.heldout import evaluate
+from lrattnres.runs.checkpoint import CheckpointError
 from lrattnres.training.run import train
+from lrattnres.training.signals import Stopped
 from lrattnres.training.trainer import TrainingError
+from tests.config.test_config import composed
 from tests.distributed.launch import launch
 from tests.distributed.test_training import build, whole
 
@@ -32,19 +36,29 @@ def agree(rank: int) -> None:
     assert ranks.gather(torch.tensor([rank, 7])).tolist() == [[0, 7], [1, 7], [2, 7]]
     assert ranks.of_first(lambda: f"from {rank}") == "from 0"
     with pytest.raises(
-        ValueError if rank == 1 else Elsewhere, match="mine" if rank == 1 else "rank 1 failed"
+        ValueError if rank == 1 else RankError, match="^mine" if rank == 1 else "^rank 1: mine"
     ):
-        ranks.together(lambda: fail() if rank == 1 else rank)
-    with pytest.raises(ValueError if rank == 0 else Elsewhere):
+        ranks.all_succeed(lambda: fail() if rank == 1 else rank)
+    with pytest.raises(ValueError if rank == 0 else RankError):
         ranks.of_first(fail)
-    assert ranks.lost() is None
+    with pytest.raises((OSError, ValueError, RankError)) as first:  # of two, the first counts
+        ranks.all_succeed(lambda: {1: fail_otherwise, 2: fail}.get(rank, int)())
+    assert ranks.words(first.value) == "rank 1: first" and (rank == 1) == (first.type is OSError)
+    with pytest.raises(CheckpointError, match=r"^the same words$"):
+        ranks.apart(30.0).collect(lambda: share() if rank == 2 else rank)
+    assert ranks.collect(lambda: {"rank": rank}) == [{"rank": other} for other in range(3)]
+    for interrupt in (Stopped("SIGTERM"), KeyboardInterrupt()):
+        told = RankError if rank != 1 and type(interrupt) is KeyboardInterrupt else type(interrupt)
+        with pytest.raises(told, match=r"SIGTERM|KeyboardInterrupt|^$"):
+            ranks.all_succeed(lambda: interrupted(interrupt) if rank == 1 else rank)  # noqa: B023
+    assert ranks.liveness.lost() is None
 
 
 def prepare(rank: int) -> None:
     ranks = start_ranks("cpu", 2.0)
-    assert ranks.patiently(lambda: time.sleep(4.0 * rank) or rank) == rank
-    with pytest.raises(ValueError if rank == 1 else Elsewhere):
-        ranks.patiently(lambda: fail() if rank == 1 else rank)
+    assert ranks.apart(PATIENCE).all_succeed(lambda: time.sleep(4.0 * rank) or rank) == rank
+    with pytest.raises(ValueError if rank == 1 else RankError):
+        ranks.apart(PATIENCE).all_succeed(lambda: fail() if rank == 1 else rank)
 
 
 def test_preparing_may_take_longer_than_an_answer() -> None:
@@ -53,6 +67,18 @@ def test_preparing_may_take_longer_than_an_answer() -> None:
 
 def fail() -> int:
     raise ValueError("mine")
+
+
+def fail_otherwise() -> int:
+    raise OSError("first")
+
+
+def share() -> int:
+    raise CheckpointError("the same words")
+
+
+def interrupted(interrupt: BaseException) -> int:
+    raise interrupt
 
 
 def test_ranks_agree() -> None:
@@ -102,7 +128,7 @@ def data_end_on_one(rank: int, settings: list[str]) -> tuple[list[torch.Tensor],
         return next_batch()
 
     trainer.streams.next_batch = short
-    with pytest.raises((DataError, Elsewhere)) as fault:
+    with pytest.raises((DataError, RankError)) as fault:
         trainer.fit()
     assert trainer.progress.step == 2
     return [*saved, straight.state()], f"{fault.type.__name__}: {fault.value}"
@@ -111,7 +137,7 @@ def data_end_on_one(rank: int, settings: list[str]) -> tuple[list[torch.Tensor],
 def test_the_end_of_data_on_one_rank_ends_all_at_the_same_step(tiny_run) -> None:
     settings = tiny_run("evaluation.every=null", "checkpoint.every=1000")
     (first, one), (second, other) = launch(data_end_on_one, 2, settings, group=False)
-    assert one == "Elsewhere: rank 1 failed, and said why; rank 0 stops with it"
+    assert one == "RankError: rank 1: the texts end here"
     assert other.startswith("UnreadableError: the texts end here") and "saved at step 2" in other
     for saved, straight in (
         first,
@@ -132,7 +158,7 @@ def disk_is_full(rank: int, settings: list[str]) -> str:
         write,
         SimpleNamespace(wait=lambda: waited.append(trainer.progress.step)),
     )
-    with pytest.raises((TrainingError, Elsewhere)) as fault:
+    with pytest.raises((TrainingError, RankError)) as fault:
         trainer.fit()
     assert trainer.progress.step == 3 and waited == [3]
     return str(fault.value)
@@ -140,9 +166,8 @@ def disk_is_full(rank: int, settings: list[str]) -> str:
 
 def test_metrics_that_cannot_be_written_end_all_ranks_at_the_same_step(tiny_run) -> None:
     first, other = launch(disk_is_full, 2, tiny_run("evaluation.every=null"), group=False)
-    assert first == "the metrics of step 3 cannot be written: no space left" and other.startswith(
-        "rank 0 failed"
-    )
+    assert first == "the metrics of step 3 cannot be written: no space left"
+    assert other == f"rank 0: {first}"
 
 
 def started_differently(rank: int, settings: list[str], kind: str) -> None:
@@ -154,8 +179,8 @@ def started_differently(rank: int, settings: list[str], kind: str) -> None:
         "texts": r"corpus=.* on rank 0, other on rank 2: all",
     }
     with pytest.raises(
-        ConfigError if rank == 0 else Elsewhere,
-        match=expected[kind] if rank == 0 else "rank 0 failed",
+        ConfigError if rank == 0 else RankError,
+        match=expected[kind] if rank == 0 else f"(?s)^rank 0: .*{expected[kind]}",
     ) as fault:
         train(*resolve(composed(*settings, *changes)))
     assert "threads" not in str(fault.value)
@@ -203,7 +228,9 @@ def test_evaluation_gives_one_number_for_any_number_of_ranks(tiny_run, world: in
 
 
 def diagnose_in_training(rank: int, settings: list[str]) -> dict:
-    """Of a model whose weights lie in shards; 500 tokens are two batches of 16 windows, and so one round of two ranks."""
+    """Of a model whose weights lie in shards; 500 tokens are two batches of 16 windows, and so one
+    round of two ranks.
+    """
     trainer = build(settings)
     trainer.write_diagnostics = lambda step, diagnostics: found.append((step, diagnostics))
     found: list[tuple[int, dict]] = []

@@ -9,10 +9,10 @@ from lrattnres.model.transformer import build_model
 from lrattnres.report.plots import weight_grid
 from lrattnres.residual.plan import DepthPlan
 from lrattnres.residual.probe import DepthProbe, source_name
-from lrattnres.residual.router import VARIANTS
+from tests.residual.making import ATTENTION
 
 
-@pytest.mark.parametrize("residual", [name for name, variant in VARIANTS.items() if variant.keys])
+@pytest.mark.parametrize("residual", ATTENTION)
 def test_streamed_equals_direct(tiny_model_config, residual: str) -> None:
     config = tiny_model_config(residual=residual)
     model = build_model(

@@ -1,4 +1,6 @@
-"""Tasks through the real harness, on data of our own; log-likelihoods against a forward pass for each text alone."""
+"""Tasks through the real harness, on data of our own; log-likelihoods against a forward pass for
+each text alone.
+"""
 
 import dataclasses
 import json
@@ -13,16 +15,17 @@ from pathlib import Path
 import pytest
 import torch
 from omegaconf import OmegaConf
-from tests.config.test_config import composed
 
 from lrattnres.config import ConfigError, EvalConfig, ModelConfig, TokenizerName, parse, plain
 from lrattnres.data.errors import DataError
 from lrattnres.data.tokenizers import build_tokenizer
-from lrattnres.evaluation.downstream import Pretrained, Trained, check_names, evaluate_tasks
+from lrattnres.evaluation.downstream import check_names, evaluate_tasks
+from lrattnres.evaluation.words import PretrainedWords, TrainedWords
 from lrattnres.exchange.folder import FolderError, read_exported, write_model
 from lrattnres.model.attention import BACKENDS
 from lrattnres.model.transformer import Transformer, build_model
 from lrattnres.runs.folder import END, RunError
+from tests.config.test_config import composed
 from tests.paths import ROOT
 
 lm_eval = pytest.importorskip(
@@ -64,7 +67,9 @@ SHOWN = re.findall(
 
 @pytest.fixture(scope="module")
 def model() -> Transformer:
-    config = ModelConfig("delta", None, 2, None, 2, 16, 2, 24, 24, 257)
+    config = ModelConfig(
+        "delta", None, 2, layers=2, dim=16, heads=2, mlp_width=24, context=24, vocabulary=257
+    )
     made = build_model(
         config, seed=0, device=torch.device("cpu"), attention=BACKENDS["sdpa"], dtype=torch.float32
     )
@@ -101,7 +106,7 @@ def folder(model: Transformer, tmp_path_factory) -> Path:
         "",
         tokenizer="bytes",
         separator=256,
-        end=256,
+        ends=[256],
         step=3,
     )
     return path
@@ -136,7 +141,7 @@ PAIRS = [
 
 @pytest.mark.parametrize("batch", [1, 3, 8])
 def test_loglikelihoods_are_those_of_each_text_alone(model: Transformer, batch: int) -> None:
-    harness = HarnessModel(model, Trained(build_tokenizer(TokenizerName.bytes)), batch)
+    harness = HarnessModel(model, TrainedWords(build_tokenizer(TokenizerName.bytes)), batch)
     greedy = harness.generate_until(
         requests("generate_until", [("The sky is", {"until": [], "max_gen_toks": 1})])
     )[0]
@@ -155,7 +160,7 @@ def test_loglikelihoods_are_those_of_each_text_alone(model: Transformer, batch: 
 
 
 def test_a_rolling_loglikelihood_predicts_every_token_once(model: Transformer) -> None:
-    harness = HarnessModel(model, Trained(build_tokenizer(TokenizerName.bytes)), 2)
+    harness = HarnessModel(model, TrainedWords(build_tokenizer(TokenizerName.bytes)), 2)
     texts = ["short", "a text of more than one window, which the model reads in parts", "second"]
     found = harness.loglikelihood_rolling(
         requests("loglikelihood_rolling", [(text,) for text in texts])
@@ -178,7 +183,7 @@ def test_a_rolling_loglikelihood_predicts_every_token_once(model: Transformer) -
 
 
 def test_generation_is_greedy_and_stops(model: Transformer) -> None:
-    harness = HarnessModel(model, Trained(build_tokenizer(TokenizerName.bytes)), 4)
+    harness = HarnessModel(model, TrainedWords(build_tokenizer(TokenizerName.bytes)), 4)
     prompts = ["The sky is", "a", "Two and two"]
     limits = {"until": ["\x00none"], "max_gen_toks": 6}
     texts = harness.generate_until(
@@ -200,7 +205,7 @@ def test_generation_is_greedy_and_stops(model: Transformer) -> None:
 
 
 def test_generation_keeps_room_for_what_it_writes_alone(model: Transformer) -> None:
-    harness, sizes = HarnessModel(model, Trained(build_tokenizer(TokenizerName.bytes)), 4), []
+    harness, sizes = HarnessModel(model, TrainedWords(build_tokenizer(TokenizerName.bytes)), 4), []
     make = harness.decoder.cache
     harness.decoder.cache = lambda batch, size: sizes.append(size) or make(batch, size)
     for prompt, tokens in (("a", 6), ("x" * 40, 6), ("x" * 40, 20)):
@@ -288,14 +293,14 @@ def test_a_converted_model_is_read_with_its_own_tokenizer(
         "",
         tokenizer=None,
         separator=0,
-        end=[0, 3],
+        ends=[0, 3],
         step=0,
     )
     with pytest.raises(FolderError, match=r"tokenizer\.json: not there"):
-        Pretrained(read_exported(tmp_path))
+        PretrainedWords(read_exported(tmp_path))
     words.save(str(tmp_path / "tokenizer.json"))
-    plain = Pretrained(read_exported(tmp_path))
-    assert (plain.opening, plain.prefix, plain.ends, plain.encode("a b c")) == (
+    plain = PretrainedWords(read_exported(tmp_path))
+    assert (plain.opening, plain.prefix, plain.ends, plain.encode_for_task("a b c")) == (
         [],
         0,
         {0, 3},
@@ -305,8 +310,8 @@ def test_a_converted_model_is_read_with_its_own_tokenizer(
         "<s> $A", special_tokens=[("<s>", 0)]
     )
     words.save(str(tmp_path / "tokenizer.json"))
-    opened = Pretrained(read_exported(tmp_path))
+    opened = PretrainedWords(read_exported(tmp_path))
     assert opened.opening == [0] and HarnessModel(model, opened, 1).tok_encode("a b") == [0, 2, 3]
     nameless = dataclasses.replace(read_exported(tmp_path), separator=None)
     with pytest.raises(FolderError, match="texts need a beginning"):
-        Pretrained(nameless)
+        PretrainedWords(nameless)

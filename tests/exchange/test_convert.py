@@ -1,4 +1,6 @@
-"""Converted models compute what transformers computes, begin as what they were, and nothing is converted by halves."""
+"""Converted models compute what transformers computes, begin as what they were, and nothing is
+converted by halves.
+"""
 
 import json
 import shutil
@@ -19,10 +21,23 @@ transformers = pytest.importorskip(
     "transformers", reason="the models that are converted are made by transformers"
 )
 
-SIZE = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 32}  # fmt: skip
+SIZE = {
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 MODELS = {
     "llama": ("Llama", {"rope_parameters": LLAMA3, "rms_norm_eps": 1e-5}),
     "llama_linear": (
@@ -36,7 +51,9 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, tuple[Path, torch.Tensor, torch.Tensor]]:
-    """Of each model: its folder, in shards, with tokens and the logits that transformers computes for them."""
+    """Of each model: its folder, in shards, with tokens and the logits that transformers computes
+    for them.
+    """
     made = {}
     for name, (family, changes) in MODELS.items():
         torch.manual_seed(0)
@@ -74,16 +91,22 @@ def test_a_converted_baseline_has_the_logits_of_transformers(
 
 @pytest.mark.parametrize(
     "words",
-    [["delta", "model.blocks=3"], ["attn_res"], ["s_lr", "model.rank=4"], ["p_lr", "model.rank=4", "model.blocks=2"],
-     ["s_lr", "model.rank=4", "model.routing=add"]],
-)  # fmt: skip
+    [
+        ["delta", "model.blocks=3"],
+        ["attn_res"],
+        ["s_lr", "model.rank=4"],
+        ["p_lr", "model.rank=4", "model.blocks=2"],
+        ["s_lr", "model.rank=4", "model.routing=add"],
+    ],
+)
 def test_any_variant_begins_as_the_model_and_with_the_gate_whatever_the_queries(
     models, tmp_path, words
 ) -> None:
     folder, tokens, expected = models["qwen3_tied"]
     words = [f"model.residual={words[0]}", *words[1:]]
     model = converted(folder, tmp_path / "bare", *words)
-    # Zero queries mix all sources alike, which is the stream but for a factor, and every reader normalises.
+    # Zero queries mix all sources alike, which is the stream but for a factor, and every reader
+    # normalises.
     torch.testing.assert_close(logits(model, tokens), expected, atol=2e-3, rtol=1e-3)
     gated = converted(folder, tmp_path / "gated", *words, "model.gate=true")
     for router in (model.router, gated.router):
@@ -150,9 +173,13 @@ def test_what_cannot_be_converted_is_named_and_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_trained_reads_are_not_thrown_away(models, tmp_path: Path) -> None:
-    routed = converted(models["llama"][0], tmp_path / "first", "model.residual=delta")
-    routed.router.queries.data[2, 3] = 0.1
+@pytest.mark.parametrize(
+    ("residual", "name"), [("delta", "queries"), ("denseformer", "alpha.2"), ("hc", "static_beta")]
+)
+def test_trained_reads_are_not_thrown_away(models, tmp_path: Path, residual, name) -> None:
+    routed = converted(models["llama"][0], tmp_path / "first", f"model.residual={residual}")
+    converted(tmp_path / "first", tmp_path / "again", "model.residual=attn_res")
+    routed.router.get_parameter(name).data.view(-1)[1] = 0.1
     weights = {name: tensor.contiguous() for name, tensor in routed.state_dict().items()}
     safetensors.torch.save_file(weights, tmp_path / "first" / "model.safetensors", {"format": "pt"})
     with pytest.raises(FolderError, match="its reads were trained"):
@@ -193,7 +220,7 @@ def test_a_residual_path_that_cannot_be_is_refused(models, tmp_path: Path) -> No
         ("model.residual=slr",): "must be one of",
         ("model.residual=baseline", "model.blocks=2"): "has no meaning for model.residual=baseline",
         ("model.residual=s_lr",): "needs a key width",
-        ("model.residual=delta", "model.blocks=7"): "between 1 and 6",
+        ("model.residual=delta", "model.blocks=7"): r"between 1 and 2\*model.layers=6",
         ("model.residual=delta", "context=65"): "between 1 and 64",
         ("model.residual=delta", "model.rank=3"): "model.rank=3: has no meaning",
     }.items():

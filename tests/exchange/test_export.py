@@ -1,5 +1,8 @@
-"""An exported folder is the model: the same loss by eval.py, the same logits by `lrattnres.load`, nothing by halves."""
+"""An exported folder is the model: the same loss by eval.py, the same logits by `lrattnres.load`,
+nothing by halves.
+"""
 
+import io
 import json
 import shutil
 from pathlib import Path
@@ -9,13 +12,15 @@ import torch
 
 import lrattnres
 from lrattnres.config import ConfigError, EvalConfig, parse
-from lrattnres.config.commands import ExportConfig
-from lrattnres.entry import settings
+from lrattnres.config.commands import ExportConfig, GenerateConfig, InspectConfig
+from lrattnres.entry import REFUSED, attempt, settings
 from lrattnres.evaluation.run import Evaluation, _say_what_goes, evaluate_run
-from lrattnres.exchange.export import _ends, export_run
-from lrattnres.exchange.folder import FolderError, figures
+from lrattnres.exchange.export import export_run
+from lrattnres.exchange.folder import FolderError, ends_of, figures, read_exported
+from lrattnres.generation.run import generate_run
+from lrattnres.report.inspection import inspect_run
 from lrattnres.runs.checkpoint import Checkpoints
-from lrattnres.runs.folder import RunFolder
+from lrattnres.runs.folder import RunError, RunFolder
 from tests.test_cli import run
 
 
@@ -88,11 +93,21 @@ def test_figures_are_of_training_and_of_a_later_evaluation(tmp_path: Path) -> No
     assert figures(tmp_path, 11) == {}
 
 
-def test_a_text_ends_where_training_ended_it_and_where_the_given_model_does(tmp_path: Path) -> None:
-    for said, ends in ((None, 3), (3, 3), (5, [3, 5]), ([5, 3, 4], [3, 4, 5])):
+def test_a_text_ends_where_any_of_the_files_says(tmp_path: Path) -> None:
+    assert ends_of(tmp_path) == set()
+    for said, also, ends in (
+        (None, 3, {3}),
+        (3, [3], {3}),
+        (5, [3, 5], {3, 5}),
+        ([5, 4], None, {4, 5}),
+    ):
         (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": said}))
-        assert _ends(tmp_path, 3) == ends
-    assert _ends(None, 256) == 256
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": also}))
+        assert ends_of(tmp_path) == ends
+    for wrong in ("3", [3, None], True, -1):
+        (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": wrong}))
+        with pytest.raises(FolderError, match=r"eos_token_id=.*must be the number of a token"):
+            ends_of(tmp_path)
 
 
 def test_what_an_evaluation_replaces_is_said(tmp_path: Path) -> None:
@@ -155,3 +170,96 @@ def test_a_damaged_folder_is_refused(exported: Path, tmp_path: Path) -> None:
         lrattnres.load(copy)
     with pytest.raises(FolderError, match=r"write a folder that scripts/export\.py"):
         lrattnres.load(tmp_path)
+
+
+@pytest.fixture
+def later(trained: Path, tmp_path: Path) -> Path:
+    """The run with a further checkpoint, of step 12."""
+    run = shutil.copytree(trained, tmp_path / "run")
+    model = lrattnres.load(exported_of(trained))
+    Checkpoints(run / "checkpoints", keep_last=9).save(12, {"model": dict(model.state_dict())}, {})
+    return run
+
+
+def exported_of(trained: Path) -> Path:
+    out = trained.parent / "model"
+    if not out.exists():
+        export_run(settings(ExportConfig, [f"run={trained}", f"out={out}"]))
+    return out
+
+
+def evaluated(run: Path, **words) -> dict:
+    result = evaluate_run(parse(EvalConfig, {"run": str(run), "threads": 1} | words))
+    return json.loads(result.file.read_text())
+
+
+def generated(run: Path, *words: str) -> None:
+    wanted = settings(GenerateConfig, [f"run={run}", "prompt=a", "tokens=2", *words])
+    generate_run(wanted, io.StringIO(), io.StringIO())
+
+
+def test_a_damaged_newest_checkpoint_is_not_passed_over_unasked(later, tmp_path, capsys) -> None:
+    file = next((later / "checkpoints" / "step_000012").glob("*.distcp"))
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    out = f"out={tmp_path}/out"
+    for use in (
+        lambda: evaluated(later),
+        lambda: export_run(settings(ExportConfig, [f"run={later}", out])),
+        lambda: generated(later),
+    ):
+        code, error = attempt(lambda use=use: bool(use()) or True)
+        assert code == REFUSED and "step_000012" in str(error)
+        assert "damaged" in str(error) and str(error).endswith(
+            "it is the newest checkpoint; write step=10 for the one before it, or restore it"
+        )
+    assert not (later / "evaluation" / "step_000010.json").exists()
+    assert not (tmp_path / "out").exists()
+    generated(later, "step=10")
+    assert "passed_over" not in evaluated(later, step=10)
+    assert evaluated(later, strict=False)["passed_over"] == [12]
+    assert "passed over" in capsys.readouterr().out
+    export_run(settings(ExportConfig, [f"run={later}", out, "strict=false"]))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["lrattnres"][
+        "passed_over"
+    ] == [12]
+    assert "| newer, damaged checkpoints | 12 |" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("moment", ["verified", "read"])
+def test_a_checkpoint_that_training_removes_meanwhile_gives_way_to_the_next(
+    later, tmp_path, monkeypatch, moment: str
+) -> None:
+    """Training goes on beside this: step 12 is there when it is looked for, and gone then."""
+    at = Checkpoints.at
+
+    def prune(step: int) -> None:
+        if step == 12:
+            folder = later / "checkpoints"
+            (folder / "step_000012").rename(folder / ".step_000012.removed")
+            shutil.rmtree(folder / ".step_000012.removed")
+
+    def removed(self, step):
+        found = at(self, step) if moment == "read" else None
+        prune(step)
+        return found or at(self, step)
+
+    monkeypatch.setattr(Checkpoints, "at", removed)
+    record = evaluated(later)
+    assert record["step"] == 10 and "passed_over" not in record
+    out = tmp_path / "out"
+    export_run(settings(ExportConfig, [f"run={later}", f"out={out}"]))
+    assert read_exported(out).step == 10
+
+
+def test_results_that_cannot_be_written_are_refused_before_anything_is_computed(
+    trained: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(trained, tmp_path / "run")
+    shutil.rmtree(run / "evaluation", ignore_errors=True)
+    (run / "evaluation").write_text("a file")
+    with pytest.raises(RunError, match="evaluation: results cannot be written there: File exists"):
+        evaluated(run)
+    look = settings(InspectConfig, [f"run={run}", "text=a", f"out={run}/evaluation/deeper"])
+    with pytest.raises(RunError, match="results cannot be written there: Not a directory"):
+        inspect_run(look, io.StringIO())

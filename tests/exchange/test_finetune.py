@@ -1,4 +1,6 @@
-"""A run that starts from given weights starts with their loss, and moves routing at a rate of its own."""
+"""A run that starts from given weights starts with their loss, and moves routing at a rate of its
+own.
+"""
 
 import json
 from contextlib import closing
@@ -12,13 +14,13 @@ from lrattnres.config import ConfigError, ModelConfig, OptimizerConfig
 from lrattnres.config.commands import ConvertConfig, ExportConfig
 from lrattnres.data.dataset import open_dataset
 from lrattnres.entry import settings, started_from
-from lrattnres.evaluation.loss import window_losses
 from lrattnres.exchange.convert import convert
 from lrattnres.exchange.export import export_run
 from lrattnres.exchange.folder import write_model
 from lrattnres.model.attention import BACKENDS
+from lrattnres.model.loss import window_losses
 from lrattnres.model.transformer import build_model
-from lrattnres.optim.optimizer import MuonAdam
+from lrattnres.optim.build import build_optimizer
 from lrattnres.runs.folder import RunFolder
 from tests.data.test_pretrained_tokenizer import byte_level_tokenizer
 from tests.test_cli import comparable, run
@@ -37,7 +39,7 @@ def given(tmp_path_factory) -> Path:
         torch.nn.init.normal_(parameter, std=0.1)
     path = tmp_path_factory.mktemp("given")
     write_model(
-        path, config, model.state_dict(), "", tokenizer="bytes", separator=256, end=256, step=0
+        path, config, model.state_dict(), "", tokenizer="bytes", separator=256, ends=[256], step=0
     )
     return path
 
@@ -158,13 +160,14 @@ def test_routing_moves_at_its_own_rate(routing_lr: float | None) -> None:
         momentum_rise=0,
         momentum_fall=0,
     )
-    optimizer = MuonAdam(model, settings, steps=10)
+    optimizer = build_optimizer(model, settings, steps=10)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.set_step(0)
     optimizer.step()
-    # Adam's first step is the learning rate in the direction of the sign, and the warm-up is at a half.
+    # Adam's first step is the learning rate in the direction of the sign, and the warm-up is at a
+    # half.
     for name, rate in {
         "embedding.weight": 0.0005,
         "router.queries": routing_lr or 0.0005,

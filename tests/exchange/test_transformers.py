@@ -1,4 +1,6 @@
-"""The exported folder as transformers sees it: the same logits, padding that changes nothing, greedy decoding by hand."""
+"""The exported folder as transformers sees it: the same logits, padding that changes nothing,
+greedy decoding by hand.
+"""
 
 import json
 from pathlib import Path
@@ -45,7 +47,9 @@ def far(config: ModelConfig) -> Transformer:
 
 def written(config: ModelConfig, path: Path) -> Path:
     model = far(config)
-    write_model(path, config, model.state_dict(), "", tokenizer="bytes", separator=0, end=0, step=0)
+    write_model(
+        path, config, model.state_dict(), "", tokenizer="bytes", separator=0, ends=[0], step=0
+    )
     return path
 
 

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from tests.config.test_config import composed
 
 from lrattnres.config.checks import resolve
 from lrattnres.training.run import train
+from tests.config.test_config import composed
 
 MODEL = [
     "layers=2",

@@ -36,7 +36,9 @@ def records(text: str) -> list[dict]:
 
 
 def test_greedy_text_is_that_of_the_whole_pass(trained) -> None:
-    """The end-of-text token stands in front of the prompt, and its spelling inside a prompt is plain text."""
+    """The end-of-text token stands in front of the prompt, and its spelling inside a prompt is
+    plain text.
+    """
     run = load_run(EvalConfig(str(trained)), print)
     prompt = "the <|endoftext|> r"
     tokens = [256, *prompt.encode()]
@@ -50,7 +52,7 @@ def test_greedy_text_is_that_of_the_whole_pass(trained) -> None:
             )
         )
     found = generated(trained, f"prompt={prompt}", "temperature=0", "tokens=12", "end=false")
-    assert found == run.tokenizer.decode(tokens[len(prompt) + 1 :]) + "\n"
+    assert found == run.words.decode(tokens[len(prompt) + 1 :]) + "\n"
 
 
 def test_one_text_alone_is_the_same_text_among_many(trained) -> None:
@@ -72,7 +74,8 @@ def test_one_text_alone_is_the_same_text_among_many(trained) -> None:
             generated(trained, f"prompt={record['prompt']}", "echo=true")
             == record["prompt"] + record["text"] + "\n"
         )
-    # The context is 48: 49 tokens with the last one, of which the prompt and its separator take some.
+    # The context is 48: 49 tokens with the last one, of which the prompt and its separator take
+    # some.
     for record in together:
         assert record["finish"] == "end" or record["tokens"] == 49 - 1 - len(
             record["prompt"].encode()
@@ -199,7 +202,9 @@ def test_values_are_texts_and_numbers_of_yaml() -> None:
 
 
 def test_between_pipes(trained) -> None:
-    """Bytes in, bytes out, the text as it grows; a reader that leaves ends the writer without a word."""
+    """Bytes in, bytes out, the text as it grows; a reader that leaves ends the writer without a
+    word.
+    """
     words = [f"run={trained}", "prompt=-", "threads=1", "end=false", "echo=true"]
     prompt = "naïve\r\n €".encode()
     process = subprocess.run(

@@ -1,4 +1,6 @@
-"""scripts/inspect_text.py: its α are those of the queries and keys themselves, and its name disturbs nobody."""
+"""scripts/inspect_text.py: its α are those of the queries and keys themselves, and its name
+disturbs nobody.
+"""
 
 import io
 import json
@@ -16,6 +18,7 @@ from lrattnres.data.packing import segments
 from lrattnres.entry import settings
 from lrattnres.evaluation.load import load_run
 from lrattnres.evaluation.reads import depth_reads
+from lrattnres.report import inspection
 from lrattnres.report.inspection import inspect_run
 from lrattnres.report.reads import visible
 from tests.model.test_decoder import SEPARATOR, drawn, make
@@ -23,10 +26,12 @@ from tests.paths import ROOT
 
 
 def keys_of(model, tokens) -> list[list[torch.Tensor]]:
-    """Per site, the keys [T, r] of its sources in float64, from the sub-layers' outputs alone (p_lr in blocks)."""
+    """Per site, the keys [T, r] of its sources in float64, from the sub-layers' outputs alone (p_lr
+    in blocks).
+    """
     outputs, dim = [], model.config.dim
     hooks = [
-        layer.register_forward_hook(lambda module, given, output: outputs.append(output[0]))
+        layer.register_forward_hook(lambda module, given, output: outputs.append(output[0][0]))
         for layer in model.sublayers
     ]
     model(tokens, model.mask(segments(tokens, SEPARATOR), *tokens.shape))
@@ -69,6 +74,26 @@ def test_several_heads_are_read_as_their_mean(tiny_model_config) -> None:
     torch.testing.assert_close(found[4], (seen[3][0, :, 0] + seen[3][0, :, 1]) / 2)
 
 
+def test_the_coefficients_of_every_token_give_h_back(tiny_model_config) -> None:
+    """Of a path that does not attend: Σ c·o of the sub-layers' own outputs is what a site reads."""
+    model = make(tiny_model_config(residual="denseformer", blocks=None, context=24))
+    with torch.no_grad():
+        for weights in model.router.parameters():
+            weights.normal_()
+    tokens, outputs, hidden = drawn(1, 24), [], []
+    for layer in model.sublayers:
+        layer.register_forward_hook(lambda module, given, output: outputs.append(output[0][0]))
+    with torch.no_grad():
+        mask = model.mask(segments(tokens, SEPARATOR), *tokens.shape)
+        model(tokens, mask, lambda site, state: hidden.append(model.router.hidden(state, site)[0]))
+        written = torch.stack([model.embedding(tokens)[0], *outputs], dim=1)
+    found = depth_reads(model, tokens[0], SEPARATOR, documents=True)
+    assert list(found) == list(range(1, 8)) and found[5].min() < 0
+    for site, rows in found.items():
+        mixed = torch.einsum("ti,tid->td", rows, written[:, :site])
+        torch.testing.assert_close(mixed, hidden[site - 1], rtol=1e-5, atol=1e-5)
+
+
 def look(trained, *words: str, standard_input: str = ""):
     return inspect_run(
         settings(InspectConfig, [f"run={trained}", *words]), io.StringIO(standard_input)
@@ -104,6 +129,33 @@ def test_what_is_written(trained, tmp_path) -> None:
     assert (
         again == trained / "inspection" and json.loads((again / "reads.json").read_text()) == record
     )
+
+
+@pytest.mark.parametrize("residual", ["baseline", "denseformer"])
+def test_a_path_that_does_not_attend_shows_coefficients(
+    trained, tmp_path, capsys, monkeypatch, tiny_model_config, residual: str
+) -> None:
+    run = load_run(EvalConfig(str(trained)), print)
+    size = {name: getattr(run.model.config, name) for name in ("vocabulary", "context")}
+    model = make(tiny_model_config(residual=residual, blocks=None, **size))
+    monkeypatch.setattr(inspection, "load_run", lambda *given: run._replace(model=model))
+    out = look(trained, "text=the router", "sites=1,3,head", f"out={tmp_path}")
+    assert "coefficients of 11 tokens at 7 sites" in capsys.readouterr().out
+    sites = json.loads((out / "reads.json").read_text())["sites"]
+    assert [site["sources"] for site in sites[:3]] == [["embedding"], ["embedding", "1"],
+                                                       ["embedding", "1", "2"]]  # fmt: skip
+    assert all(set(site) == {"site", "feeds", "sources", "coefficients"} for site in sites)
+    rows = [(site["site"], row) for site in sites for row in site["coefficients"]]
+    assert all(len(row) == site for site, row in rows)
+    assert residual != "baseline" or all(set(row) == {1} for _, row in rows)
+    assert all(
+        (out / name).read_bytes().startswith(b"\x89PNG") for name in ("tokens.png", "sites.png")
+    )
+    with pytest.raises(ConfigError, match="'0' must be 1 to 6"):
+        look(trained, "text=a", "sites=0")
+    model.router.linear = False
+    with pytest.raises(ConfigError, match="no sum of the outputs with one number each"):
+        look(trained, "text=a")
 
 
 def test_refusals(trained, tmp_path) -> None:

@@ -1,4 +1,6 @@
-"""Text that grows: pieces add up to the whole, no broken character, and stop texts however the tokens are cut."""
+"""Text that grows: pieces add up to the whole, no broken character, and stop texts however the
+tokens are cut.
+"""
 
 import random
 
@@ -8,13 +10,14 @@ from hypothesis import strategies as st
 
 from lrattnres.config import TokenizerName
 from lrattnres.data.tokenizers import build_tokenizer
+from lrattnres.evaluation.words import TrainedWords
 from lrattnres.generation.text import TextStream
 
 BYTES = build_tokenizer(TokenizerName.bytes)
 
 
 def grown(text: bytes, stop: list[str], tokenizer=BYTES) -> tuple[str, list[str], bool]:
-    stream = TextStream(tokenizer, stop)
+    stream = TextStream(TrainedWords(tokenizer), stop)
     pieces = [stream.push(token) for token in text]
     pieces.append(stream.close())
     return "".join(pieces), pieces, stream.stopped
@@ -50,6 +53,8 @@ def test_stop_texts_against_every_prefix(text: str, stop: list[str]) -> None:
 class Cut:
     """A tokenizer whose tokens are these pieces."""
 
+    strips = False
+
     def __init__(self, pieces: list[bytes]):
         self.pieces = pieces
 
@@ -78,8 +83,24 @@ def test_of_two_stop_texts_in_one_token_the_first_complete_one_counts() -> None:
         assert "".join(map(stream.push, range(len(pieces)))) == "x" and stream.stopped
 
 
+def test_a_space_in_front_of_a_whole_text_is_left_out_where_an_encoding_puts_one() -> None:
+    for strips, first, expected in ((True, True, " a"), (True, False, "  a"), (False, True, "  a")):
+        words = Cut([b"", b" ", b" a"])
+        words.strips = strips
+        stream = TextStream(words, ["z"], first=first)
+        assert "".join(map(stream.push, range(3))) + stream.close() == expected
+
+
+def test_the_tokens_of_a_vocabulary_with_holes() -> None:
+    words = TrainedWords(build_tokenizer(TokenizerName.cl100k_base))
+    allowed = words.allowed(100_352)
+    missing = (~allowed[:100_277]).nonzero().flatten().tolist()
+    assert missing == [100_256, *range(100_261, 100_276)] and not allowed[100_277:].any()
+    assert allowed[5_809] and words.decode([5_809]) == "\ufffd"  # a token that is spelled so
+
+
 def test_what_may_become_a_stop_text_is_held_back_and_given_out_when_it_does_not() -> None:
-    stream = TextStream(BYTES, ["END"])
+    stream = TextStream(TrainedWords(BYTES), ["END"])
     assert [stream.push(token) for token in b"aENENxE"] == ["a", "", "", "EN", "", "ENx", ""]
     assert stream.close() == "E"
     assert [stream.push(token) for token in b"END."] == ["", "", "", ""] and stream.stopped
@@ -88,9 +109,11 @@ def test_what_may_become_a_stop_text_is_held_back_and_given_out_when_it_does_not
 @pytest.mark.parametrize("name", [TokenizerName.bytes, TokenizerName.cl100k_base])
 def test_bytes_of_tokens_are_what_is_decoded(name: TokenizerName) -> None:
     tokenizer = build_tokenizer(name)
-    assert TextStream(tokenizer).push(tokenizer.vocabulary) == "\ufffd"  # of a model with more rows
+    assert (
+        TextStream(TrainedWords(tokenizer)).push(tokenizer.vocabulary) == "\ufffd"
+    )  # of a model with more rows
     text = "naïve 🙂 <|endoftext|> \n\t 漢字"
     tokens = tokenizer.encode(text)
     assert tokenizer.separator not in tokens and tokenizer.spell(tokens) == text.encode()
-    stream = TextStream(tokenizer)
+    stream = TextStream(TrainedWords(tokenizer))
     assert "".join([stream.push(int(token)) for token in tokens] + [stream.close()]) == text

@@ -5,7 +5,7 @@ import torch
 
 from lrattnres.model.attention import BACKENDS, choose_attention
 from lrattnres.model.transformer import build_model
-from lrattnres.residual.router import VARIANTS
+from lrattnres.residual.base import paths
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,7 +34,7 @@ def test_packed_kernels_agree_with_the_dense_mask(name: str, documents: bool) ->
         assert error < 2e-2
 
 
-@pytest.mark.parametrize("residual", list(VARIANTS))
+@pytest.mark.parametrize("residual", list(paths()))
 def test_a_step_on_the_device_agrees_with_the_cpu(tiny_model_config, residual: str) -> None:
     config = tiny_model_config(residual=residual, dim=128, context=64)
     gradients = []

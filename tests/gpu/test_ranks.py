@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from lrattnres.config import ModelConfig, OptimizerConfig
 from lrattnres.model.attention import BACKENDS
 from lrattnres.model.transformer import Transformer, build_model
-from lrattnres.optim.optimizer import MuonAdam
+from lrattnres.optim.build import RunOptimizer, build_optimizer
 from lrattnres.runs.checkpoint import Checkpoints
-from tests.distributed.launch import launch
+from tests.distributed.launch import connected, launch
 
 STEPS = 5
 CONFIG = OptimizerConfig(muon_lr=0.02, adam_lr=0.01, warmup=1, momentum_rise=1, momentum_fall=1)
@@ -39,7 +39,7 @@ def build(device: str) -> Transformer:
     )
 
 
-def train(model: Transformer, optimizer: MuonAdam) -> None:
+def train(model: Transformer, optimizer: RunOptimizer) -> None:
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(step)
         for parameter in model.parameters():
@@ -61,11 +61,11 @@ def compare(rank: int, folder: Path, device: str) -> tuple[float, dict[str, int]
     for pair in zip(model.sublayers[::2], model.sublayers[1::2], strict=True):
         fully_shard(list(pair), mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = MuonAdam(model, CONFIG, STEPS)
+    optimizer = build_optimizer(model, CONFIG, STEPS)
     train(model, optimizer)
-    train(alone, MuonAdam(alone, CONFIG, STEPS))
+    train(alone, build_optimizer(alone, CONFIG, STEPS))
 
-    checkpoints = Checkpoints(folder, group=distributed.group.WORLD, asynchronous=True)
+    checkpoints = Checkpoints(folder, ranks=connected(), asynchronous=True)
     saved = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
     checkpoints.save(1, {"model": dict(model.state_dict()), "optimizer": optimizer.tensors()}, {})
     for parameter in model.parameters():

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tests.config.test_config import composed
 from torch.distributed.tensor import distribute_tensor
 
 from lrattnres.config.checks import resolve
@@ -10,6 +9,7 @@ from lrattnres.distributed.parallel import Parallel, parallelize, start_parallel
 from lrattnres.kernels.backends import KERNELS
 from lrattnres.model.attention import BACKENDS
 from lrattnres.model.transformer import build_model
+from tests.config.test_config import composed
 from tests.distributed.launch import launch
 from tests.kernels.test_triton import DEVICE
 from tests.test_cli import comparable, run

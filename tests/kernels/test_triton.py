@@ -12,9 +12,10 @@ from lrattnres import depth_attention
 from lrattnres.config import Routing
 from lrattnres.kernels import ops, reference
 from lrattnres.kernels.backends import KERNELS, choose_kernels
-from lrattnres.residual.plan import DepthPlan
-from lrattnres.residual.router import VARIANTS, DepthRouter
+from lrattnres.residual.base import ResidualPath, path_of
 from tests.paths import ROOT
+from tests.residual.making import config_of, make_together
+from tests.residual.making import run as reads_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -80,12 +81,11 @@ def test_plain_reads(
         close(found, expected, dtype)
 
 
-def reads(router: DepthRouter, outputs: list[Tensor]) -> list[Tensor]:
-    depth, found = router.begin(outputs[0][..., : router.dim]), []
-    for site, output in enumerate(outputs[1:]):
-        found.append(router.read(depth, site))
-        depth = router.write(depth, site, output[..., : router.dim + router.emit_dim])
-    return [*found, router.read(depth, len(outputs) - 1)]
+def reads(path: ResidualPath, outputs: list[Tensor]) -> list[Tensor]:
+    width = path.dim + path.emit_dim
+    return reads_of(
+        path, [outputs[0][..., : path.dim], *(each[..., :width] for each in outputs[1:])]
+    )
 
 
 CASES = [("attn_res", None), ("s_lr", None), ("p_lr", None), ("delta", None), ("p_lr", Routing.add)]
@@ -101,12 +101,8 @@ def test_reads_in_groups(
     name: str, routing: Routing | None, blocks: int | None, starts, dtype: torch.dtype
 ) -> None:
     """Any grouping of any granularity, with inputs that are slices of wider tensors, against the plain reads."""
-    variant = VARIANTS[name] if routing is None else VARIANTS[name]._replace(routing=routing)
-    arguments = DepthPlan(8, blocks), variant, 24, 5
-    router, truth = (
-        DepthRouter(*arguments, KERNELS["triton"], starts),
-        DepthRouter(*arguments).double(),
-    )
+    config = config_of(name, blocks, dim=24, rank=5, routing=routing)
+    router, truth = make_together(config, "triton", starts), path_of(config)(config).double()
     for parameter in router.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     truth.load_state_dict(router.state_dict())
@@ -215,7 +211,7 @@ def test_the_operators_keep_the_rules_of_torch() -> None:
 
 
 def test_what_the_kernels_do_not_take_is_refused() -> None:
-    with pytest.raises(ValueError, match="it takes float32 and bfloat16.*write kernels="):
+    with pytest.raises(ValueError, match=r"it takes float32 and bfloat16.*write kernels="):
         choose_kernels("triton", DEVICE, torch.float16, compiled=False)
     mixed = [torch.zeros(2, 8, device=DEVICE), torch.zeros(2, 8, device=DEVICE).bfloat16()]
     with pytest.raises(ValueError, match="bfloat16"):

@@ -4,19 +4,19 @@ import dataclasses
 
 import pytest
 import torch
-from tests.config.test_config import composed, faults
 from torch.utils.flop_counter import FlopCounterMode
 
 from lrattnres.config import BlockScale, DepthConfig, LogitScale, ModelConfig, Sources
 from lrattnres.config.checks import resolve
 from lrattnres.kernels.backends import KERNELS, choose_kernels
 from lrattnres.model.attention import BACKENDS
-from lrattnres.model.transformer import Transformer, beyond_kernels, build_model
+from lrattnres.model.transformer import Transformer, build_model
 from lrattnres.optim.groups import assign
+from lrattnres.residual.base import path_of
 from lrattnres.residual.cost import cost
 from lrattnres.residual.probe import DepthProbe
-from lrattnres.residual.router import VARIANTS
 from lrattnres.training.memory import estimate_memory
+from tests.config.test_config import composed, faults
 
 CPU = torch.device("cpu")
 ALL = DepthConfig(
@@ -53,7 +53,8 @@ def test_initial_weights(tiny_model_config) -> None:
 
 
 def test_adam_owns_what_ablations_add(tiny_model_config) -> None:
-    owned = assign(build(tiny_model_config(depth=ALL)))
+    config = tiny_model_config(depth=ALL)
+    owned = assign(build(config).named_parameters(), path_of(config).roles(config))
     assert {PROJECTIONS, SCALES, "router.queries"} < {name for name, _ in owned["adam"]}
 
 
@@ -75,7 +76,7 @@ def test_parameters_are_those_of_the_cost_model(
     added = sum(p.numel() for p in build(config).parameters()) - sum(
         p.numel() for p in plain.parameters()
     )
-    assert cost(config, VARIANTS[residual].keys).parameters == added
+    assert cost(config).added.parameters == added
 
 
 def test_compute_of_queries_that_depend_on_the_input(tiny_model_config) -> None:
@@ -88,13 +89,13 @@ def test_compute_of_queries_that_depend_on_the_input(tiny_model_config) -> None:
             model(torch.zeros(2, 12, dtype=torch.int64), None)
         # A product with one query for all tokens is a matrix-vector product, which torch counts, and one a token is not.
         counts.append(counter.get_flop_counts()["Global"])
-        costs.append(cost(config, VARIANTS["s_lr"].keys))
+        costs.append(cost(config))
     linear = [
         sum(flops for op, flops in count.items() if op is torch.ops.aten.mm) for count in counts
     ]
     assert (
         linear[1] - linear[0]
-        == 2 * 2 * 12 * (costs[1].projection - costs[0].projection)
+        == 2 * 2 * 12 * (costs[1].added.projections - costs[0].added.projections)
         == 2 * 24 * 6 * 4 * 16
     )
     assert (
@@ -104,9 +105,8 @@ def test_compute_of_queries_that_depend_on_the_input(tiny_model_config) -> None:
 
 
 def test_compute_follows_the_sources(tiny_model_config) -> None:
-    keys = VARIANTS["s_lr"].keys
     published, bare, states, scaled = (
-        cost(tiny_model_config(depth=depth), keys)
+        cost(tiny_model_config(depth=depth))
         for depth in (
             DepthConfig(),
             DepthConfig(embedding_source=False),
@@ -114,11 +114,13 @@ def test_compute_follows_the_sources(tiny_model_config) -> None:
             DepthConfig(learned_scale=True),
         )
     )
-    assert published.routing - bare.routing == 6 * (16 + 4)  # one source less at each of 6 sites
+    assert published.added.mixing - bare.added.mixing == 6 * (
+        16 + 4
+    )  # one source less at each of 6 sites
     assert states == published
     assert (
-        scaled.projection - published.projection == 7 * 16
-        and scaled.parameters - published.parameters == 4
+        scaled.added.projections - published.added.projections == 7 * 16
+        and scaled.added.parameters - published.added.parameters == 4
     )
 
 
@@ -212,13 +214,17 @@ def test_memory_is_counted(residual: str, sources: str) -> None:
     ]
     ablated = estimate_memory(resolve(composed(*settings, *more))[0], 1)
     assert ablated.weights - published.weights == 4 * (4 * 8 * 32 + 3)
-    assert ablated.moments - published.moments == 2 * 4 * (4 * 8 * 32 + 3)
+    counts = 2 * 4  # Adam's step count of each of the two parameters
+    assert ablated.moments - published.moments == 2 * 4 * (4 * 8 * 32 + 3) + counts
     assert ablated.activations > published.activations
 
 
 def test_the_choice_of_kernels_is_explained(tiny_model_config) -> None:
-    beyond = beyond_kernels(tiny_model_config(depth=dataclasses.replace(ALL, query_std=0.1)))
-    assert beyond == [
+    def beyond(**changes) -> list[str]:
+        config = tiny_model_config(**changes)
+        return path_of(config).beyond_kernels(config)
+
+    assert beyond(depth=dataclasses.replace(ALL, query_std=0.1)) == [
         f"model.depth.{setting}"
         for setting in (
             "key_norm=false",
@@ -228,13 +234,8 @@ def test_the_choice_of_kernels_is_explained(tiny_model_config) -> None:
             "learned_scale=true",
         )
     ]
-    assert beyond_kernels(tiny_model_config(residual="baseline", depth=ALL)) == []
-    assert (
-        beyond_kernels(
-            tiny_model_config(depth=DepthConfig(logit_scale=LogitScale.rsqrt, query_std=1.0))
-        )
-        == []
-    )
+    assert beyond(residual="baseline", depth=ALL) == []
+    assert beyond(depth=DepthConfig(logit_scale=LogitScale.rsqrt, query_std=1.0)) == []
     assert choose_kernels("auto", CPU, torch.float32, compiled=False).reason == (
         "chosen by kernels=auto; not triton: this is no GPU; not compiled: the model is not compiled"
     )

@@ -8,7 +8,7 @@ from lrattnres.data.packing import segments
 from lrattnres.kernels import reference, stacked
 from lrattnres.model.decoder import Decoder
 from lrattnres.model.transformer import Transformer
-from lrattnres.residual.router import VARIANTS
+from lrattnres.residual.base import paths
 from tests.model import test_transformer
 
 SEPARATOR = 30
@@ -35,7 +35,7 @@ def drawn(batch: int, length: int) -> torch.Tensor:
     return tokens
 
 
-ROUTINGS = [(name, None) for name in VARIANTS] + [("s_lr", Routing.add), ("p_lr", Routing.add)]
+ROUTINGS = [(name, None) for name in paths()] + [("s_lr", Routing.add), ("p_lr", Routing.add)]
 
 
 @pytest.mark.parametrize(("residual", "routing"), ROUTINGS)
@@ -43,15 +43,17 @@ ROUTINGS = [(name, None) for name in VARIANTS] + [("s_lr", Routing.add), ("p_lr"
 def test_token_by_token_equals_the_whole_window(
     tiny_model_config, residual, routing, blocks, two_phase
 ) -> None:
-    model = make(
-        tiny_model_config(residual=residual, routing=routing, blocks=blocks, layers=5, context=24)
+    """In float64: some paths amplify the rounding of float32 beyond any tolerance of use."""
+    config = tiny_model_config(
+        residual=residual, routing=routing, blocks=blocks, layers=5, context=24
     )
+    model = make(config, torch.float64).double()
     decoder, tokens = Decoder(model, SEPARATOR, two_phase=two_phase), drawn(3, 24)
     cache = decoder.cache(3)
     found = torch.cat(
         [decoder.head(decoder.feed(cache, column)) for column in tokens.split(1, dim=1)], dim=1
     )
-    torch.testing.assert_close(found, whole(model, tokens), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, whole(model, tokens), rtol=1e-8, atol=1e-9)
 
 
 @pytest.mark.parametrize(("residual", "blocks"), [("s_lr", 4), ("delta", None)])
@@ -83,7 +85,7 @@ PRETRAINED = {
 }
 
 
-@pytest.mark.parametrize("residual", list(VARIANTS))
+@pytest.mark.parametrize("residual", list(paths()))
 @pytest.mark.parametrize(
     "options",
     [PRETRAINED, {"depth": DepthConfig(heads=2, learned_scale=True)}],
@@ -101,7 +103,7 @@ def test_models_of_other_makes(tiny_model_config, residual, options) -> None:
     torch.testing.assert_close(found, whole(model, tokens), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("residual", list(VARIANTS))
+@pytest.mark.parametrize("residual", list(paths()))
 @pytest.mark.parametrize("blocks", [None, 4])
 @pytest.mark.parametrize("documents", [True, False])
 def test_prompts_of_unequal_length(tiny_model_config, residual, blocks, documents) -> None:

@@ -1,4 +1,6 @@
-"""What is drawn, against distributions computed one token at a time in float64, and against the whole forward pass."""
+"""What is drawn, against distributions computed one token at a time in float64, and against the
+whole forward pass.
+"""
 
 import math
 
@@ -9,7 +11,7 @@ import torch
 from lrattnres.model.decoder import Decoder
 from lrattnres.model.generate import Generation, room
 from lrattnres.model.sampling import Dice, Sampling, choose, probabilities
-from lrattnres.residual.router import VARIANTS
+from lrattnres.residual.base import paths
 from tests.model.test_decoder import SEPARATOR, make, whole
 
 
@@ -61,6 +63,17 @@ def test_distributions_against_a_list_in_plain_python(setting: dict) -> None:
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_what_is_no_token_is_never_chosen(setting: dict) -> None:
+    """As if the model had no such rows."""
+    logits, allowed = torch.randn(7, 23) * 2, torch.rand(23) < 0.6
+    found = probabilities(logits, Sampling(**setting), allowed)
+    expected = torch.zeros(7, 23, dtype=torch.float64)
+    rows = [naive(row, **setting) for row in logits[:, allowed].double().tolist()]
+    expected[:, allowed] = torch.tensor(rows, dtype=torch.float64)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
+
+
 def test_equal_logits_keep_exactly_k() -> None:
     found = probabilities(torch.zeros(1, 9), Sampling(top_k=3))
     assert found[0].tolist() == pytest.approx([1 / 3] * 3 + [0] * 6)
@@ -110,7 +123,7 @@ PROMPTS = [
 ]
 
 
-@pytest.mark.parametrize("residual", list(VARIANTS))
+@pytest.mark.parametrize("residual", list(paths()))
 def test_greedy_is_the_argmax_of_the_whole_pass(tiny_model_config, residual: str) -> None:
     """Up to the context limit, with rows that end at different times."""
     model = make(tiny_model_config(residual=residual, context=16))

@@ -7,7 +7,7 @@ import torch
 
 from lrattnres.model.attention import BACKENDS, choose_attention
 from lrattnres.model.transformer import Transformer, build_model, initialize
-from lrattnres.residual.router import VARIANTS
+from lrattnres.residual.base import paths
 
 CPU = torch.device("cpu")
 
@@ -26,7 +26,7 @@ def logits(
     return model(tokens, model.mask(documents, *tokens.shape))
 
 
-every_variant = pytest.mark.parametrize("residual", list(VARIANTS))
+every_variant = pytest.mark.parametrize("residual", list(paths()))
 
 
 @every_variant
@@ -191,4 +191,4 @@ def test_the_compiled_model_agrees_and_keeps_plain_names(tiny_model_config, resi
 
 def test_configs_of_a_model_are_not_shared(tiny_model_config) -> None:
     config = tiny_model_config()
-    assert make(dataclasses.replace(config, routing=None)).router.variant == VARIANTS["s_lr"]
+    assert make(dataclasses.replace(config, routing=None)).router.replaces

@@ -1,4 +1,4 @@
-"""Muon against a float64 singular value decomposition, the published derivation, and torch.optim.Muon."""
+"""Muon against a float64 SVD, the published derivation, and torch.optim.Muon."""
 
 import math
 from typing import Any
@@ -15,7 +15,7 @@ SHAPES = [(48, 16), (16, 48), (2, 40), (30, 8)]
 NEWTON_SCHULZ, POLAR_EXPRESS = Orthogonalizer.newton_schulz, Orthogonalizer.polar_express
 RANGES = {NEWTON_SCHULZ: (0.65, 1.25), POLAR_EXPRESS: (0.84, 1.15)}
 MARGINS = {NEWTON_SCHULZ: 1.0, POLAR_EXPRESS: 1.02}
-# The polynomials are steep, so that a rounding error of 0.4% in bfloat16 can grow to some 10% of the result.
+# The polynomials are steep: a rounding error of 0.4% in bfloat16 can grow to 10% of the result.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.15}
 
 
@@ -65,7 +65,7 @@ def test_polar_express_is_nearer_to_the_polar_factor() -> None:
 
 
 def best_quintic(low: float, high: float) -> tuple[float, float, float]:
-    """Remez: the odd quintic whose error from 1 on [low, high] has four equal extrema of alternating sign."""
+    """Remez: the odd quintic whose error from 1 on [low, high] alternates four times alike."""
     inner = np.array([3 * low + high, low + 3 * high]) / 4
     for _ in range(50):
         x = np.array([low, *inner, high])

@@ -1,4 +1,4 @@
-"""The whole optimizer against torch's own Muon and Adam, and its state cut in half and continued."""
+"""The whole optimizer against torch's own Muon and Adam; its state cut in half and continued."""
 
 import dataclasses
 from pathlib import Path
@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from lrattnres.config import OptimizerConfig, Orthogonalizer
-from lrattnres.optim.optimizer import MuonAdam
+from lrattnres.optim.muon_adam import MuonAdam
 from lrattnres.optim.schedule import learning_rate_factor, momentum
+from lrattnres.residual.base import Role
 
 STEPS = 10
 CONFIG = OptimizerConfig(muon_lr=0.02, adam_lr=0.01, warmup=3, momentum_rise=2, momentum_fall=2)
@@ -25,6 +26,10 @@ SHAPES = {
     "head.weight": (11, 8),
 }
 ADAM = ("embedding.weight", "router.queries", "head.weight")
+ROLES = {
+    "queries": Role("adam", False, 0.0),
+    "embedding_key.weight": Role("muon", True, 0.0),
+}
 
 Parameters = dict[str, nn.Parameter]
 
@@ -50,8 +55,9 @@ def train(optimizer: MuonAdam, parameters: Parameters, first: int, last: int) ->
         optimizer.step()
 
 
-def build(parameters: Parameters, **changes: Any) -> MuonAdam:
-    return MuonAdam(parameters.items(), dataclasses.replace(CONFIG, **changes), STEPS)
+def build(parameters: Parameters, steps: int = STEPS, **changes: Any) -> MuonAdam:
+    config = dataclasses.replace(CONFIG, **changes)
+    return MuonAdam(parameters.items(), config, steps, roles=ROLES)
 
 
 def test_adam_is_torchs_adam_to_the_bit() -> None:
@@ -65,7 +71,7 @@ def test_adam_is_torchs_adam_to_the_bit() -> None:
         give_gradients(theirs, step)
         reference.param_groups[0]["lr"] = 0.01 * learning_rate_factor(step, CONFIG, STEPS)
         reference.step()
-        assert optimizer.lr_adam == reference.param_groups[0]["lr"]
+        assert optimizer.rates()["lr_adam"] == reference.param_groups[0]["lr"]
     for name in ADAM:
         assert torch.equal(ours[name], theirs[name])
         assert not torch.equal(ours[name], fresh()[name])
@@ -113,7 +119,7 @@ def test_muon_is_torchs_muon(exact: bool, monkeypatch: pytest.MonkeyPatch) -> No
         reference.param_groups[0]["momentum"] = momentum(step, CONFIG, STEPS)
         reference.step()
     for name in names:
-        # bfloat16 is off by up to 1% of each update; ten updates of at most 0.02 * sqrt(3) add to that.
+        # bfloat16 is off by up to 1% of each update: ten of them, of at most 0.02 * sqrt(3).
         torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=2e-6 if exact else 2e-3)
 
 
@@ -203,18 +209,56 @@ def test_every_step_is_set() -> None:
         optimizer.step()
 
 
-def test_the_schedule_is_readable_and_a_pure_function_of_the_step() -> None:
-    optimizer = build(fresh())
-    assert (optimizer.lr_muon, optimizer.lr_adam, optimizer.momentum) == pytest.approx(
-        (0.02 / 3, 0.01 / 3, 0.85)
-    )
-    for step in (9, 5, 9):
+@pytest.mark.parametrize("routing_lr", [None, 0.04])
+def test_the_rates_that_are_logged_are_a_pure_function_of_the_step(
+    routing_lr: float | None,
+) -> None:
+    optimizer = build(fresh(), routing_lr=routing_lr)
+    for step, factor, m in ((0, 1 / 3, 0.85), (9, 0.1, 0.85), (5, 1.0, 0.95), (9, 0.1, 0.85)):
         optimizer.set_step(step)
-        factor, m = (0.1, 0.85) if step == 9 else (1.0, 0.95)
-        assert (optimizer.lr_muon, optimizer.lr_adam, optimizer.momentum) == pytest.approx(
-            (factor * 0.02, factor * 0.01, m)
-        )
-    assert optimizer.iteration_dtype == torch.float32
+        expected = {"lr_muon": factor * 0.02, "lr_adam": factor * 0.01, "momentum": m}
+        expected |= {"lr_routing": factor * 0.04} if routing_lr else {}
+        assert optimizer.rates() == pytest.approx(expected)
+
+
+def test_the_rate_of_the_residual_path_is_that_of_all_that_adam_owns_there() -> None:
+    """Also of a key matrix of one row; the rest moves as it does without such a rate."""
+    row = {"router.embedding_key.weight": (1, 8)}
+    moved, before = [], {}
+    for routing_lr in (None, 0.04):
+        torch.manual_seed(0)
+        parameters = {n: nn.Parameter(torch.randn(size)) for n, size in (SHAPES | row).items()}
+        before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        optimizer = build(parameters, routing_lr=routing_lr)
+        train(optimizer, parameters, 0, 1)
+        moved.append({name: (parameters[name] - before[name]).abs() for name in SHAPES})
+    lines = [line for line in optimizer.ownership().splitlines() if "routing_lr=0.04" in line]
+    assert [line.split()[:2] for line in lines] == [
+        ["adam", "router.queries"],
+        ["adam", "router.embedding_key.weight"],
+    ]
+    for name in SHAPES:
+        if name.startswith("router."):  # Adam's first step is its rate, here a third of the peak
+            for steps, rate in zip(moved, (0.01, 0.04), strict=True):
+                near = torch.full_like(steps[name], rate / 3)
+                torch.testing.assert_close(steps[name], near, rtol=1e-3, atol=1e-6)
+        else:
+            assert torch.equal(moved[0][name], moved[1][name])
+
+
+def test_a_rate_for_the_residual_path_that_nothing_takes_is_refused() -> None:
+    parameters = {n: p for n, p in fresh().items() if n != "router.queries"}
+    with pytest.raises(ValueError, match=r"optimizer.routing_lr=0.04: Adam owns no parameter"):
+        build(parameters, routing_lr=0.04)
+
+
+def test_a_model_without_a_matrix_is_adams() -> None:
+    parameters = {name: fresh()[name] for name in ADAM}
+    optimizer = build(parameters)
+    train(optimizer, parameters, 0, STEPS)
+    assert set(optimizer.rates()) == {"lr_adam", "momentum"}
+    assert optimizer.work() == {"matrices": 0, "flops": 0, "bytes_sent": 0}
+    assert not torch.equal(parameters["head.weight"], fresh()["head.weight"])
 
 
 def test_iterations_without_coefficients_raise_at_the_start() -> None:
@@ -223,11 +267,9 @@ def test_iterations_without_coefficients_raise_at_the_start() -> None:
 
 
 def test_it_learns() -> None:
-    """Every parameter is pulled to a target of its own, which a wrong sign or scale anywhere would not reach."""
+    """Every parameter is pulled to a target, which a wrong sign or scale would not reach."""
     parameters = fresh()
-    optimizer = MuonAdam(
-        parameters.items(), dataclasses.replace(CONFIG, muon_lr=0.1, adam_lr=0.1), 200
-    )
+    optimizer = build(parameters, 200, muon_lr=0.1, adam_lr=0.1)
     target = {
         name: torch.randn(shape, generator=torch.Generator().manual_seed(7))
         for name, shape in SHAPES.items()

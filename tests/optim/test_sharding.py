@@ -1,4 +1,4 @@
-"""Muon over real ranks against one process: the same weights and moments to the bit, and each rank's share of the work."""
+"""Muon over real ranks against one process: weights, moments, and each rank's share of the work."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lrattnres.config import ModelConfig, OptimizerConfig
 from lrattnres.model.attention import BACKENDS
 from lrattnres.model.transformer import Transformer, build_model
 from lrattnres.optim import muon, sharding
-from lrattnres.optim.optimizer import MuonAdam
+from lrattnres.optim.build import RunOptimizer, build_optimizer
 from tests.distributed.launch import launch
 
 STEPS = 6
@@ -71,7 +71,7 @@ def give_gradients(model: Transformer, step: int) -> None:
         parameter.grad = gradient
 
 
-def train(model: Transformer, optimizer: MuonAdam) -> dict[str, Tensor]:
+def train(model: Transformer, optimizer: RunOptimizer) -> dict[str, Tensor]:
     """All parameters and moments after some steps, whole."""
     for step in range(STEPS):
         give_gradients(model, step)
@@ -91,12 +91,12 @@ def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
 def differences(
     rank: int, shape: tuple[int, ...], sharded: bool
 ) -> tuple[dict[str, float], int, int]:
-    """Name -> largest difference from one process where there is any; how many names, and rows of the smallest shard."""
+    """Name -> largest difference from one process, if any; number of names; least rows."""
     model, alone, mesh = build(UNEVEN), build(UNEVEN), mesh_of(shape)
-    expected = train(alone, MuonAdam(alone, CONFIG, STEPS))
+    expected = train(alone, build_optimizer(alone, CONFIG, STEPS))
     if sharded:
         shard(model, mesh)
-    result = train(model, MuonAdam(model, CONFIG, STEPS, None if sharded else mesh))
+    result = train(model, build_optimizer(model, CONFIG, STEPS, None if sharded else mesh))
     smallest = min(len(sharding.local(parameter.detach())) for parameter in model.parameters())
     different = {name: (expected[name] - result[name]).abs().max().item() for name in expected}
     return {name: most for name, most in different.items() if most}, len(expected), smallest
@@ -108,8 +108,10 @@ def differences(
     ids=["fsdp 2", "fsdp 3", "fsdp 4", "hsdp 2x2", "replicas 2x1", "whole on 2"],
 )
 def test_every_update_is_that_of_one_process(shape: tuple[int, ...], sharded: bool) -> None:
-    """Muon to the bit. So is Adam, but for the last few entries of a shard: torch's CPU kernel takes what does not fill
-    a vector register by other instructions, which round otherwise, and a shard ends elsewhere than the whole does.
+    """Muon to the bit. So is Adam, but for the last few entries of a shard.
+
+    Torch's CPU kernel takes what does not fill a vector register by other instructions, which round
+    otherwise, and a shard ends elsewhere than the whole does.
     """
     results = launch(differences, torch.Size(shape).numel(), shape, sharded)
     for different, count, _ in results:
@@ -125,7 +127,6 @@ def test_every_update_is_that_of_one_process(shape: tuple[int, ...], sharded: bo
 def differences_in_half(rank: int) -> dict[str, float]:
     """As on CUDA, where the iteration runs, and its result travels, in bfloat16."""
     muon.iteration_dtype = lambda device: torch.bfloat16
-    assert MuonAdam(build(UNEVEN), CONFIG, STEPS).iteration_dtype == torch.bfloat16
     return differences(rank, (2,), True)[0]
 
 
@@ -135,11 +136,12 @@ def test_nothing_is_lost_when_results_travel_in_bfloat16() -> None:
 
 
 def measure(rank: int, shape: tuple[int, ...]) -> dict[str, int]:
-    """One step's work as the optimizer tells it, beside what the collectives and products of the step are seen to do."""
+    """One step's work as the optimizer tells it, beside what the step is seen to do."""
     model = build(EVEN)
     if shape != (1,):
         shard(model, mesh_of(shape))
-    optimizer, sent, collective = MuonAdam(model, CONFIG, STEPS), 0, distributed.all_to_all_single
+    optimizer = build_optimizer(model, CONFIG, STEPS)
+    sent, collective = 0, distributed.all_to_all_single
 
     def counted(
         output: Tensor, rows: Tensor, received: list[int], given: list[int], **how: Any
@@ -168,8 +170,8 @@ def test_work_and_bytes_of_a_rank_fall_with_the_ranks() -> None:
     )
     for shape in ((2,), (4,), (2, 2)):
         world, shards = torch.Size(shape).numel(), shape[-1]
-        # A rank's rows of the matrices that its replica owns, but for those it owns itself; then a copy of each matrix
-        # it owns to every replica, but for the rows that it keeps.
+        # A rank's rows of the matrices that its replica owns, but for those it owns itself; then a
+        # copy of each matrix it owns to every replica, but for the rows that it keeps.
         there, back = (
             Fraction(shards - 1, shards * world),
             Fraction(world // shards, world) - Fraction(1, shards * world),
@@ -179,9 +181,6 @@ def test_work_and_bytes_of_a_rank_fall_with_the_ranks() -> None:
             assert rank["flops"] == rank["seen_flops"] == whole["seen_flops"] / world
             assert rank["bytes_sent"] == rank["seen_bytes"] == size * (there + back)
             assert shape == (2, 2) or rank["bytes_sent"] < 2 * size / world
-            print(
-                f"{shape}: {rank['flops']:,} FLOPs and {rank['bytes_sent']:,} bytes of {size:,} for each rank"
-            )
 
 
 def test_owners_have_equal_work() -> None:

@@ -68,6 +68,27 @@ def diagnostics(peak: float) -> dict[str, Any]:
     }
 
 
+def coefficients(value: float) -> dict[str, Any]:
+    """Diagnostics of a path that does not attend: each site takes `value` of what was written last."""
+    rows = [[*[1.0] * site, value] for site in range(SITES)]
+    nothing = [None] * SITES
+    return {
+        "tokens": 8,
+        "sources": [[] for _ in rows],
+        "mean_weight": nothing,
+        "largest_weight": nothing,
+        "effective_sources": nothing,
+        "coefficients": rows,
+    }
+
+
+def measured(folder: Path, found: dict[str, Any]) -> None:
+    """Leaves diagnostics of the last step in a run folder, as eval.py does."""
+    (folder / "evaluation").mkdir()
+    file = folder / "evaluation" / f"step_{STEPS:06d}.diagnostics.json"
+    file.write_text(json.dumps(found))
+
+
 def run_folder(
     folder: Path,
     val_loss: float | None = 2.0,

@@ -78,9 +78,9 @@ def test_an_export_gives_the_same_table_as_the_run_folder(tmp_path: Path, name: 
     chosen = {key.replace("__", "."): value for key, value in routed("s_lr", 4).items()}
     export(tmp_path / "exports" / "sliced", config(chosen), name, write(logged(1.75)), **how)
     run_folder(tmp_path / "runs" / "plain", 2.0)
-    runs, faults = find_runs([tmp_path])
+    runs, errors = find_runs([tmp_path])
     (group,), unfinished, duplicates = compare(runs)
-    assert faults == unfinished == duplicates == []
+    assert errors == unfinished == duplicates == []
     (row,) = [row for row in table1(group).rows if row[0] == "14"]
     assert row[9:12] == ("1.7500", "—", "-0.2500")
     assert group.notes == [
@@ -150,7 +150,7 @@ def test_the_folder_of_a_synced_run_has_a_summary_and_says_that_its_history_is_m
     (files.parent / "run-ab12.wandb").write_bytes(b"")
     (tmp_path / "offline-run-20260101_000000-cd34").mkdir()
     (tmp_path / "offline-run-20260101_000000-cd34" / "run-cd34.wandb").write_bytes(b"")
-    (run,), faults = find_runs([tmp_path])
+    (run,), errors = find_runs([tmp_path])
     assert run.name == "run-20260101_000000-ab12" and run.val_loss == 2.5
-    assert "cd34: left out: it has no config.yaml or config.json; `wandb sync` it" in faults[0]
-    assert "ab12: no metrics.jsonl, history.jsonl, history.json, history.csv; no curve" in faults[1]
+    assert "cd34: left out: it has no config.yaml or config.json; `wandb sync` it" in errors[0]
+    assert "ab12: no metrics.jsonl, history.jsonl, history.json, history.csv; no curve" in errors[1]

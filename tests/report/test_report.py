@@ -22,11 +22,14 @@ from lrattnres.model.transformer import build_model
 from lrattnres.report.build import build_report
 from lrattnres.report.compare import compare
 from lrattnres.report.figures import loss_against_cost, loss_differences
-from lrattnres.report.heatmaps import heatmaps
-from lrattnres.report.measured import sharpness
+from lrattnres.report.heatmaps import coefficient_maps, heatmaps
+from lrattnres.report.measured import sharpness, speed
+from lrattnres.report.page import Section, markdown_page
 from lrattnres.report.paper import TABLE1, row_of
 from lrattnres.report.read import DEFAULTS, ReportError, Run, find_runs
-from lrattnres.report.tables import added_percent, other_runs, run_list, table1, table2
+from lrattnres.report.run import draw_diagnostics
+from lrattnres.report.tables import Table, added_percent, other_runs, run_list, table1, table2
+from lrattnres.residual.base import FOLDERS, paths
 from lrattnres.runs.folder import RunFolder
 from lrattnres.runs.metrics import MetricsFile
 from tests.paths import ROOT
@@ -35,8 +38,10 @@ from tests.report.recorded import (
     LAYERS,
     STEPS,
     WIDTH,
+    coefficients,
     config,
     diagnostics,
+    measured,
     records,
     routed,
     run_folder,
@@ -50,9 +55,9 @@ def _no_figures_left():
 
 
 def groups_of(*folders: Path):
-    runs, faults = find_runs(list(folders))
+    runs, errors = find_runs(list(folders))
     groups, unfinished, duplicates = compare(runs)
-    return groups, unfinished, faults + duplicates
+    return groups, unfinished, errors + duplicates
 
 
 def cells(table, row: str) -> dict[str, str]:
@@ -68,9 +73,9 @@ def test_table_1_is_what_a_pocket_calculator_says(tmp_path: Path) -> None:
         run_folder(tmp_path / f"sliced{seed}", loss, seed=seed, **routed("s_lr", 4))
     run_folder(tmp_path / "projected0", 1.8, seed=0, **routed("p_lr", 1))
     run_folder(tmp_path / "projected7", 9.0, seed=7, **routed("p_lr", 1))
-    (group,), unfinished, faults = groups_of(tmp_path)
+    (group,), unfinished, errors = groups_of(tmp_path)
     table = table1(group)
-    assert table is not None and unfinished == faults == []
+    assert table is not None and unfinished == errors == []
     base, sliced, projected, lacking = (cells(table, row) for row in ("01", "14", "06", "08"))
     assert (base["our loss"], base["our spread"], base["our seeds"]) == (
         "2.1000",
@@ -138,14 +143,14 @@ def test_runs_outside_the_20_rows_have_a_table_of_their_own(tmp_path: Path) -> N
     run_folder(
         tmp_path / "f", 1.9, **routed("s_lr", 4, 2 * LAYERS), seed=1
     )  # N = 2L is full: row 14 again
-    (group,), _, faults = groups_of(tmp_path)
+    (group,), _, errors = groups_of(tmp_path)
     table = other_runs(group)
     assert [row[0] for row in table.rows] == [
+        "delta full",
         "s_lr full r=4 add",
         "s_lr full r=4 new_idea=(1, 2)",
-        "delta full",
     ]
-    assert cells(table, "delta full")["difference"] == "-0.5000" and faults == []
+    assert cells(table, "delta full")["difference"] == "-0.5000" and errors == []
     assert cells(table1(group), "14")["our loss"] == "1.8500"
 
 
@@ -188,9 +193,9 @@ def test_runs_that_cannot_be_compared_are_in_groups_that_say_why(tmp_path: Path)
         records(None)[1] | {"val_loss": 1.0},
     ]  # after step 2 of 4, which is no result
     run_folder(tmp_path / "stopped", None, lines=evaluated)
-    groups, unfinished, faults = groups_of(tmp_path)
+    groups, unfinished, errors = groups_of(tmp_path)
     names = {frozenset(run.name for run in group.runs): " ".join(group.notes) for group in groups}
-    assert names.pop(frozenset({"same", "sliced", "moved"})) == "" and faults == []
+    assert names.pop(frozenset({"same", "sliced", "moved"})) == "" and errors == []
     reasons = {
         "longer": "steps is 8 here and 4 there",
         "wider": "model.dim is 32 here and 64 there",
@@ -241,9 +246,9 @@ def test_a_second_run_of_the_same_settings_and_seed_is_named_and_not_counted(
     run_folder(tmp_path / "a", 2.0)
     run_folder(tmp_path / "b", 2.0)
     run_folder(tmp_path / "c", 3.0, device="cuda")
-    (group,), _, faults = groups_of(tmp_path, tmp_path / "a")  # given twice, read once
+    (group,), _, errors = groups_of(tmp_path, tmp_path / "a")  # given twice, read once
     assert cells(table1(group), "01")["our loss"] == "2.0000"
-    assert faults == [
+    assert errors == [
         "b: not counted: same settings and seed as a (the same loss)",
         "c: not counted: same settings and seed as a (loss 3.0 against 2.0)",
     ]
@@ -259,18 +264,17 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
         '{"step": 1}\n{"step"\n{"step": 2}\n'
     )
     (run_folder(tmp_path / "bare", 1.5, seed=2) / "metrics.jsonl").unlink()
-    depth = run_folder(tmp_path / "depth", 1.5, seed=3) / "evaluation"
-    depth.mkdir()
-    (depth / "step_000004.diagnostics.json").write_text(
-        json.dumps(diagnostics(0.5) | {"largest_weight": [1.0]})
-    )
+    depth = run_folder(tmp_path / "depth", 1.5, seed=3)
+    measured(depth, diagnostics(0.5) | {"largest_weight": [1.0]})
+    square = run_folder(tmp_path / "square", 1.5, seed=4)
+    measured(square, coefficients(1.0) | {"coefficients": [[1.0] * 5] * 5})
     (tmp_path / "refused").mkdir()
     (tmp_path / "refused" / "status.json").write_text(
         json.dumps({"state": "refused", "fault": "model.rank=9: too large"})
     )
     (tmp_path / "empty").mkdir()
-    (group,), _, faults = groups_of(tmp_path, tmp_path / "nowhere", tmp_path / "empty")
-    text = "\n".join(faults)
+    (group,), _, errors = groups_of(tmp_path, tmp_path / "nowhere", tmp_path / "empty")
+    text = "\n".join(errors)
     for part in (
         "torn: left out: config.yaml lacks steps, global_batch",
         "wild: left out: config.yaml cannot be read",
@@ -279,11 +283,12 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
         "line: metrics.jsonl cannot be read: metrics.jsonl, line 2: not JSON",
         "bare: no metrics.jsonl",
         "depth: its diagnostics (held-out tokens at step 4) are not those of 5 read sites",
+        "square: its diagnostics (held-out tokens at step 4) are not those of 5 read sites",
         f"{tmp_path / 'nowhere'}: no such folder",
         f"{tmp_path / 'empty'}: no run in it",
     ):
         assert part in text, text
-    assert cells(table1(group), "01")["our seeds"] == "1, 2, 3"  # their summaries are whole
+    assert cells(table1(group), "01")["our seeds"] == "1, 2, 3, 4"  # their summaries are whole
 
 
 def test_figure_1_and_differences_show_the_figures_of_the_tables(tmp_path: Path) -> None:
@@ -307,12 +312,8 @@ def test_figure_1_and_differences_show_the_figures_of_the_tables(tmp_path: Path)
 def test_heat_maps_share_one_scale_cut_at_the_99_5th_percentile(tmp_path: Path) -> None:
     peaks = {"a": 0.9, "b": 0.6}
     for name, peak in peaks.items():
-        folder = (
-            run_folder(tmp_path / name, 2.0, **routed("s_lr", 1 if name == "a" else 4))
-            / "evaluation"
-        )
-        folder.mkdir()
-        (folder / "step_000004.diagnostics.json").write_text(json.dumps(diagnostics(peak)))
+        folder = run_folder(tmp_path / name, 2.0, **routed("s_lr", 1 if name == "a" else 4))
+        measured(folder, diagnostics(peak))
     run_folder(tmp_path / "c", 2.0, **routed("attn_res"))
     (group,), _, _ = groups_of(tmp_path)
     (picture,) = heatmaps(group)
@@ -336,6 +337,118 @@ def test_heat_maps_share_one_scale_cut_at_the_99_5th_percentile(tmp_path: Path) 
     assert cells(table, "12 s_lr full r=1")["mean over sites"] == "0.8650"  # 0.9 - 0.035
 
 
+def test_coefficients_have_a_scale_around_zero_and_runs_without_them_are_named(
+    tmp_path: Path,
+) -> None:
+    measured(run_folder(tmp_path / "plain", 2.0), coefficients(1.0))
+    dense = run_folder(tmp_path / "dense", 1.9, **routed("denseformer"))
+    measured(dense, coefficients(-2.0))
+    measured(run_folder(tmp_path / "old", 1.9, **routed("s_lr", 4)), diagnostics(0.9))
+    run_folder(tmp_path / "unmeasured", 1.9, **routed("attn_res"))
+    (group,), _, _ = groups_of(tmp_path)
+    picture = coefficient_maps(group)
+    images = [image for panel in picture.figure.axes for image in panel.get_images()]
+    sizes = [abs(value) for end in (1.0, -2.0) for row in coefficients(end)["coefficients"]
+             for value in row]  # fmt: skip
+    ceiling = np.percentile(sizes, 99.5)
+    assert [image.get_clim() for image in images] == [(-ceiling, ceiling)] * 2
+    assert picture.rows[:2] == [("01 baseline, seed 0", 1, "embedding", 1.0),
+                                ("01 baseline, seed 0", 2, "embedding", 1.0)]  # fmt: skip
+    assert picture.rows[-1] == ("denseformer, seed 0", 5, "4", -2.0)
+    assert "the largest is 1.000, the smallest -2.000" in picture.caption
+    assert "of an earlier version: 14 s_lr full r=4." in picture.caption
+    assert "Nothing to show for: 02 attn_res full." in picture.caption
+    (alpha,) = heatmaps(group)
+    assert {row[0] for row in alpha.rows} == {"14 s_lr full r=4, seed 0"}
+    assert "Nothing to show for: 02 attn_res full." in alpha.caption
+    assert {row[0] for row in sharpness(group).rows[2:]} == {"14 s_lr full r=4"}
+
+
+NO_SUM = """
+from lrattnres.residual.stream import Baseline
+
+class Twisted(Baseline):
+    residual, plain, linear = "twisted", False, False
+"""
+
+
+def test_any_path_has_its_rows_and_its_own_settings_tell_rows_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "twisted.py").write_text(NO_SUM)
+    monkeypatch.setenv(FOLDERS, str(tmp_path / "own"))
+    paths.cache_clear()
+    try:
+        runs, usual = tmp_path / "runs", {"model__path": {"dilation": 1, "period": 1}}
+        run_folder(runs / "a", 2.0)
+        run_folder(runs / "b", 1.5, **routed("denseformer"), **usual)
+        run_folder(runs / "c", 1.7, seed=1, **routed("denseformer"))  # what it leaves out is usual
+        run_folder(runs / "d", 1.6, **routed("denseformer"), model__path={"dilation": 2})
+        later = {"model__path": {"streams": 4}, "model__gate": True}
+        measured(run_folder(runs / "e", 1.8, **routed("hydra"), **later), coefficients(0.5))
+        measured(run_folder(runs / "f", 1.9, **routed("twisted")), coefficients(0.5))
+        (group,), unfinished, errors = groups_of(runs)
+        assert unfinished == errors == []
+        table = other_runs(group)
+        of = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
+        assert list(of) == ["denseformer", "denseformer path.dilation=2", "twisted",
+                            "hydra gate=True path.streams=4"]  # fmt: skip
+        core = LAYERS * (4 * DIM**2 + 3 * DIM * WIDTH)
+        for label, weights in (("denseformer", 2 + 3), ("denseformer path.dilation=2", 1 + 2)):
+            assert of[label]["added parameters"] == str(weights)
+            assert of[label]["added FLOPs, %"] == f"{100 * weights * DIM / core:.4f}"
+        assert of["denseformer"]["loss"] == "1.6000" and of["denseformer"]["seeds"] == "0, 1"
+        assert of["hydra gate=True path.streams=4"]["added parameters"] == "—"
+        picture = coefficient_maps(group)
+        assert {row[0] for row in picture.rows} == {"hydra gate=True path.streams=4, seed 0"}
+        assert "no sum of the outputs with one number each: twisted." in picture.caption
+        build_report([runs], tmp_path / "out")
+        page = (tmp_path / "out" / "report.md").read_text()
+        assert page.count("hydra gate=True path.streams=4") >= 4
+        listed = list(csv.DictReader((tmp_path / "out" / "tables" / "A_speed.csv").open()))
+        known = {row["run"]: row["memory a rank, GB"] != "" for row in listed}
+        assert known.pop("hydra gate=True path.streams=4") is False and all(known.values())
+        assert (tmp_path / "out" / "figures" / "A_coefficients.csv").exists()
+    finally:
+        paths.cache_clear()
+
+
+def test_the_grid_that_docs_results_shows_has_the_same_tables(tmp_path: Path) -> None:
+    """Its 20 rows at the size of the proxy, beside what is committed: all but what was measured."""
+    folder = ROOT / "docs" / "results" / "tables"
+    size = {"layers": 12, "dim": 128, "heads": 4, "mlp_width": 344, "context": 256}
+    shape = {f"model__{name}": value for name, value in size.items()}
+    for number, row in enumerate(TABLE1):
+        rank = row.rank and row.rank * 128 // 1024
+        run_folder(
+            tmp_path / row.row, 2 - number / 100, **routed(row.residual, rank, row.blocks), **shape
+        )
+    (group,), _, errors = groups_of(tmp_path)
+    assert errors == []
+    paper_and_cost = table1(group)
+    committed = list(csv.reader((folder / "A_table1.csv").open()))
+    assert list(paper_and_cost.columns) == committed[0]
+    ours = [["" if cell == "—" else cell for cell in row[:9]] for row in paper_and_cost.rows]
+    assert ours == [row[:9] for row in committed[1:]]
+    for name, table in (("speed", speed(group)), ("table2", table2(group))):
+        rows = list(csv.reader((folder / f"A_{name}.csv").open()))
+        assert list(table.columns) == rows[0]
+        assert [row[0] for row in table.rows] == [row[0] for row in rows[1:]]
+    shown = {row[2] for row in list(csv.reader((folder / "runs.csv").open()))[1:]}
+    assert shown == {entry.label for entry in group.entries}
+    # The page is made of these files: a table's lines are its cells, a gap is a dash.
+    page = (folder.parent / "report.md").read_text().splitlines()
+    for file in sorted(folder.glob("*.csv")):
+        columns, *cells = list(csv.reader(file.open()))
+        table = Table(
+            file.stem, "", tuple(columns), [tuple(c or "—" for c in row) for row in cells]
+        )
+        lines = markdown_page("", [Section("", "", [table])]).splitlines()
+        for line in (line for line in lines if line.startswith("| ")):
+            assert line in page, line
+
+
 class Links(HTMLParser):
     """Every tag, and every address that a browser would follow or load."""
 
@@ -355,10 +468,10 @@ def test_the_page_stands_alone_and_is_the_same_wherever_the_runs_lie(tmp_path: P
     run_folder(here / "c|d", 1.9, **routed("s_lr", 4))
     run_folder(here / "torn").joinpath("config.yaml").write_text("")
     shutil.copytree(here, there)
-    faults = build_report([here], tmp_path / "one")
+    errors = build_report([here], tmp_path / "one")
     assert (
         build_report([there / "torn", there / "c|d", there / "a<b>"], tmp_path / "two")
-        == faults
+        == errors
         != []
     )
     files = sorted(
@@ -387,7 +500,7 @@ def test_the_page_stands_alone_and_is_the_same_wherever_the_runs_lie(tmp_path: P
     assert (
         "a&lt;b&gt;" in html
         and str(tmp_path) not in html
-        and all(fault in html for fault in faults)
+        and all(error in html for error in errors)
     )
     markdown = (tmp_path / "one" / "report.md").read_text()
     assert all(row.added_flops_percent in markdown for row in TABLE1) and "c\\|d" in markdown
@@ -438,9 +551,9 @@ def test_what_training_writes_is_read_as_it_is(tmp_path: Path) -> None:
         metrics.write(record)
     folder.finish({"step": STEPS, "val_loss": 2.5})
     folder.close()
-    ((run,), faults) = find_runs([tmp_path])
+    ((run,), errors) = find_runs([tmp_path])
     assert (
-        faults == []
+        errors == []
         and run.val_loss == 2.5
         and run.tokens == 128
         and run.identity == {"corpus": "abc"}
@@ -453,8 +566,8 @@ def test_what_training_writes_is_read_as_it_is(tmp_path: Path) -> None:
     assert statistics.fmean(value for _, value in run.series("grad_norm")) == float("inf")
 
 
-@pytest.mark.parametrize("residual", ["p_lr", "baseline"])
-def test_what_evaluation_writes_is_read_as_it_is(
+@pytest.mark.parametrize("residual", ["p_lr", "baseline", "denseformer"])
+def test_what_evaluation_writes_is_read_and_drawn_as_it_is(
     tmp_path: Path, tiny_model_config, residual: str
 ) -> None:
     model = build_model(
@@ -466,11 +579,19 @@ def test_what_evaluation_writes_is_read_as_it_is(
     )
     found = diagnose(model, [torch.randint(1, 31, (2, 13))], 0, documents=False)
     folder = RunFolder(run_folder(tmp_path / "a", 2.0, **routed(residual, 1, 2)))
-    Evaluation(folder, STEPS, True, {}, found).write()
-    ((run,), faults) = find_runs([tmp_path])
-    assert faults == [] and run.diagnostics == found | {"of": "held-out tokens at step 4"}
+    evaluation = Evaluation(folder, STEPS, True, {}, found)
+    evaluation.write()
+    ((run,), errors) = find_runs([tmp_path])
+    assert errors == [] and run.diagnostics == found | {"of": "held-out tokens at step 4"}
     (group,) = compare([run])[0]
-    # Zero queries: every read is the mean of its sources, of which site 5 has three: the embedding and two blocks.
+    # Zero queries: a read is the mean of its sources, of which site 5 has three: embedding and
+    # two blocks. So it takes a third of every output.
+    attends, third = residual == "p_lr", pytest.approx(1 / 3)
     assert {row[1:3]: row[3] for picture in heatmaps(group) for row in picture.rows}.get(
         (5, "3-4")
-    ) == (pytest.approx(1 / 3) if residual == "p_lr" else None)
+    ) == (third if attends else None)
+    taken = {row[1:3]: row[3] for row in coefficient_maps(group).rows}
+    assert taken[5, "embedding"] == taken[5, "4"] == (third if attends else 1)
+    draw_diagnostics(evaluation)
+    pictures = {file.name for file in folder.plots_path.iterdir()}
+    assert pictures == {"coefficients.png", "sites.png"} | ({"depth.png"} if attends else set())

@@ -2,19 +2,21 @@
 
 import itertools
 import math
+import re
 
 import pytest
 import torch
 from torch import Tensor
 
 from lrattnres.config import BlockScale, DepthConfig, LogitScale, Routing, Sources
-from lrattnres.kernels.backends import KERNELS
 from lrattnres.kernels.reference import Scoring, depth_attention, depth_weights
-from lrattnres.residual.plan import DepthPlan
-from lrattnres.residual.router import VARIANTS, DepthRouter
+from lrattnres.residual.base import ResidualPath, path_of
+from tests.residual.making import config_of, make_together
+from tests.residual.making import make as make_path
+from tests.residual.making import run as reads
 from tests.residual.test_router import norm
 
-DIM, RANK, SUBLAYERS = 12, 6, 7
+DIM, RANK, SUBLAYERS = 12, 6, 8
 
 SINGLE = [
     {"key_norm": False},
@@ -55,40 +57,22 @@ TOGETHER = [
 
 
 def make(
-    name: str, blocks: int | None, options: dict, *, routing: Routing | None = None, **more
-) -> DepthRouter:
-    chosen, variant = DepthConfig(**options), VARIANTS[name]
-    plan = DepthPlan(
-        SUBLAYERS,
-        blocks,
-        chosen.embedding_source,
-        chosen.sources is Sources.states,
-        chosen.null_source,
-    )
-    variant = variant if routing is None else variant._replace(routing=routing)
-    router = DepthRouter(plan, variant, DIM, RANK, options=chosen, **more).double()
-    for parameter in router.parameters():
+    name: str, blocks: int | None, options: dict, *, routing: Routing | None = None
+) -> ResidualPath:
+    path = make_path(name, blocks, dim=DIM, rank=RANK, routing=routing, **options)
+    for parameter in path.parameters():
         torch.nn.init.normal_(parameter)
-    return router
+    return path
 
 
-def written(router: DepthRouter) -> list[Tensor]:
+def written(router: ResidualPath) -> list[Tensor]:
     """The embedding, and what each sub-layer writes."""
     widths = [DIM] + [DIM + router.emit_dim] * SUBLAYERS
     return [torch.randn(2, 5, width, dtype=torch.float64, requires_grad=True) for width in widths]
 
 
-def reads(router: DepthRouter, outputs: list[Tensor]) -> list[Tensor]:
-    depth = router.begin(outputs[0])
-    found = [router.read(depth, 0)]
-    for site, output in enumerate(outputs[1:]):
-        depth = router.write(depth, site, output)
-        found.append(router.read(depth, site + 1))
-    return found
-
-
 def naive_reads(
-    name: str, routing: Routing, blocks: int | None, options: dict, router: DepthRouter, outputs
+    name: str, routing: Routing, blocks: int | None, options: dict, router: ResidualPath, outputs
 ) -> list[Tensor]:
     """RMSNorm(h) of every site, straight from docs/ablations.md; nothing of the router but its parameters is used."""
     chosen, parameters = DepthConfig(**options), dict(router.named_parameters())
@@ -182,7 +166,7 @@ def test_reads_and_gradients_follow_the_definitions(
         torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
 
 
-def same_start(router: DepthRouter, other: DepthRouter) -> None:
+def same_start(router: ResidualPath, other: ResidualPath) -> None:
     """`other` with the parameters that both have; the others as training starts them."""
     for name, parameter in other.named_parameters():
         known = dict(router.named_parameters()).get(name)
@@ -209,7 +193,8 @@ def test_what_starts_as_the_published_method_is_it_to_the_last_bit(
 ) -> None:
     published, ablated = make(name, blocks, {}), make(name, blocks, options)
     same_start(published, ablated)
-    assert ablated.alone and not published.alone
+    beyond = [type(path).beyond_kernels(path.config) for path in (ablated, published)]
+    assert beyond[0] and not beyond[1]
     outputs = written(published)
     assert all(
         torch.equal(a, b)
@@ -283,7 +268,7 @@ def test_the_newest_state_alone_is_the_plain_residual_stream(routing: Routing) -
     states = make(
         "s_lr", 1, {"sources": Sources.states, "embedding_source": False}, routing=routing
     )
-    baseline = DepthRouter(DepthPlan(SUBLAYERS), VARIANTS["baseline"], DIM)
+    baseline = make_path("baseline", dim=DIM)
     outputs = written(states)
     for one, other in zip(reads(states, outputs), reads(baseline, outputs), strict=True):
         if routing is Routing.replace:
@@ -315,7 +300,7 @@ def test_what_is_observed_is_what_is_read() -> None:
         depth = router.begin(outputs[0])
         for site in range(SUBLAYERS):
             torch.testing.assert_close(
-                norm(router.hidden(depth, site)), router.read(depth, site), rtol=1e-9, atol=1e-10
+                norm(router.hidden(depth, site)), router.read(depth, site).x, rtol=1e-9, atol=1e-10
             )
             depth = router.write(depth, site, outputs[site + 1])
             weights = router.weights(depth, site + 1)
@@ -327,32 +312,22 @@ def test_what_is_observed_is_what_is_read() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"heads": 4}, "heads=4: .* rank=6"),
+        ({"heads": 4}, "heads=4: .*rank=6"),
         ({"sources": Sources.states, "block_scale": BlockScale.mean}, "block_scale=mean"),
     ],
     ids=str,
 )
 def test_what_cannot_be_is_refused(options: dict, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        make("s_lr", 3, options)
-
-
-@pytest.mark.parametrize(
-    "options", [{"embedding_source": False}, {"sources": Sources.states}], ids=str
-)
-def test_a_plan_of_other_sources_is_refused(options: dict) -> None:
-    with pytest.raises(ValueError, match=r"not the sources of model\.depth"):
-        DepthRouter(
-            DepthPlan(SUBLAYERS), VARIANTS["s_lr"], DIM, RANK, options=DepthConfig(**options)
-        )
-    with pytest.raises(ValueError, match="not the sources of the default"):
-        DepthRouter(DepthPlan(SUBLAYERS, embedding=False), VARIANTS["s_lr"], DIM, RANK)
+    config = config_of("s_lr", 3, dim=DIM, rank=RANK, **options)
+    (error,) = path_of(config).errors(config)
+    assert re.search(words, error)
 
 
 @pytest.mark.parametrize("options", SINGLE, ids=str)
 def test_triton_takes_what_is_a_factor_of_the_query_and_refuses_the_rest(options: dict) -> None:
+    config = config_of("s_lr", 3, dim=DIM, rank=RANK, **options)
     if options == {"logit_scale": LogitScale.rsqrt}:
-        assert make("s_lr", 3, options, kernels=KERNELS["triton"]).steps
+        assert make_together(config, "triton").steps
         return
     with pytest.raises(ValueError, match=f"model.depth.{next(iter(options))}=.* kernels=triton"):
-        make("s_lr", 3, options, kernels=KERNELS["triton"])
+        make_together(config, "triton")

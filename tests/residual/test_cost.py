@@ -12,7 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from lrattnres.config import ModelConfig
 from lrattnres.model.transformer import Transformer
 from lrattnres.residual.cost import Cost, cost
-from lrattnres.residual.router import VARIANTS
+from lrattnres.residual.plan import plan_of
+from tests.residual.making import ATTENTION
 
 PAPER = {
     "layers": 24,
@@ -34,28 +35,30 @@ def test_added_flops_of_table_1(row: dict[str, str]) -> None:
     config = of_paper(
         row["residual"], int(row["rank"] or 0) or None, int(row["blocks"] or 0) or None
     )
-    assert (
-        f"{cost(config, VARIANTS[row['residual']].keys).added_percent:.4f}"
-        == row["added_flops_percent"]
-    )
+    assert f"{cost(config).added_percent:.4f}" == row["added_flops_percent"]
 
 
 def of(residual: str, rank: int | None = None, blocks: int | None = None) -> Cost:
-    return cost(of_paper(residual, rank, blocks), VARIANTS[residual].keys)
+    return cost(of_paper(residual, rank, blocks))
 
 
 def test_numbers_of_appendix_a6() -> None:
     projected, sliced, value = of("p_lr", 32), of("s_lr", 32), of("attn_res")
     for low in (projected, sliced):
-        assert f"{100 * (1 - low.routing / value.routing):.2f}" == "48.44"
-    assert (projected.projection, sliced.projection) == (2_981_888, 0)
-    assert (projected.parameters, sliced.parameters, value.parameters) == (2_983_424, 1_536, 49_152)
-    assert 100 * (projected.cache / value.cache - 1) == 3.125 and sliced.cache == value.cache
+        assert f"{100 * (1 - low.added.mixing / value.added.mixing):.2f}" == "48.44"
+    assert (projected.added.projections, sliced.added.projections) == (2_981_888, 0)
+    assert (projected.added.parameters, sliced.added.parameters, value.added.parameters) == (
+        2_983_424,
+        1_536,
+        49_152,
+    )
+    assert 100 * (projected.added.carried / value.added.carried - 1) == 3.125
+    assert sliced.added.carried == value.added.carried
     # The paper's 0.957% leaves out W_0 and the queries; its 0.9673% only the queries.
-    assert f"{100 * (projected.projection - 32 * 1024) / projected.core:.3f}" == "0.957"
-    assert f"{100 * projected.projection / projected.core:.4f}" == "0.9673"
-    assert f"{100 * projected.routing / projected.core:.4f}" == "0.4193"
-    assert f"{100 * of('p_lr', 32, 8).routing / projected.core:.4f}" == "0.0904"
+    assert f"{100 * (projected.added.projections - 32 * 1024) / projected.core:.3f}" == "0.957"
+    assert f"{100 * projected.added.projections / projected.core:.4f}" == "0.9673"
+    assert f"{100 * projected.added.mixing / projected.core:.4f}" == "0.4193"
+    assert f"{100 * of('p_lr', 32, 8).added.mixing / projected.core:.4f}" == "0.0904"
 
 
 @pytest.mark.parametrize(
@@ -65,34 +68,28 @@ def test_rows_of_table_3(blocks: int | None, reads: int, retained: int) -> None:
     """Depth kernel 2dS, (d + r)S; key projection r[L(d + m) + d]; cache K·d, K(d + r); parameters 2Ld, 2Lr and the rows."""
     rows = 64 * (24 * (1024 + 2816) + 1024)
     for residual, rank, kernel, projection, cache, parameters in (
-        ("baseline", None, 0, 0, 0, 0),
+        ("baseline", None, 0, 0, 1024, 0),
         ("attn_res", None, 2 * 1024 * reads, 0, 1024 * retained, 48 * 1024),
-        ("delta", None, 2 * 1024 * reads, 0, 1024 * retained, 48 * 1024),
+        ("delta", None, 2 * 1024 * reads, 0, 1024 * (retained + 1), 48 * 1024),
         ("s_lr", 64, (1024 + 64) * reads, 0, 1024 * retained, 48 * 64),
         ("p_lr", 64, (1024 + 64) * reads, rows, (1024 + 64) * retained, rows + 48 * 64),
     ):
         found = of(residual, rank, blocks)
-        assert (found.routing, found.projection, found.cache, found.parameters) == (
-            kernel,
-            projection,
-            cache,
-            parameters,
-        )
+        assert found.added == (parameters, kernel, projection, cache)
 
 
 @pytest.mark.parametrize("blocks", [None, 4])
-@pytest.mark.parametrize("residual", list(VARIANTS))
+@pytest.mark.parametrize("residual", ["baseline", *ATTENTION])
 def test_what_torch_counts(residual: str, blocks: int | None) -> None:
     """torch counts matrix products. A score is a matrix times a vector and a mixture multiplies and adds in place, so both
     are counted here by formulas of their own: 2·n·r and 2·n·d. What remains, by operator, is what the closed form says:
 
-    - site 1 has one source, whose score and mixture are computed though they are not needed;
     - the first source of a mixture has nothing to be added to, so torch sees M + 1 additions fewer than the paper;
     - plain attention computes the whole square of a window, of which a causal kernel needs half.
     """
     size = {"layers": 3, "dim": 32, "heads": 2, "mlp_width": 48, "context": 16, "vocabulary": 50}
     config = ModelConfig(residual=residual, rank=8, blocks=blocks, **size)
-    expected = cost(config, VARIANTS[residual].keys)
+    expected = cost(config)
     model, aten, tokens = Transformer(config), torch.ops.aten, torch.randint(50, (2, 16))
     own = {
         aten.mv: lambda matrix, vector, **_: 2 * math.prod(matrix),
@@ -108,12 +105,12 @@ def test_what_torch_counts(residual: str, blocks: int | None) -> None:
         operator: flops // (2 * tokens.numel())
         for operator, flops in counter.get_flop_counts()["Global"].items()
     }
-    routed = VARIANTS[residual].keys is not None
-    rank = model.router.rank
-    assert counted[aten.mm] == expected.core + expected.projection + expected.head
+    plan, routed = plan_of(config), residual != "baseline"
+    rank = model.router.rank if routed else 0
+    assert counted[aten.mm] == expected.core + expected.added.projections + expected.head
     assert counted[aten.bmm] == 2 * expected.attention
-    assert counted.get(aten.mv, 0) == expected.scores + rank
-    assert counted.get(aten.addcmul, 0) == expected.mixtures - routed * 6 * 32
+    assert counted.get(aten.mv, 0) == rank * plan.reads
+    assert counted.get(aten.addcmul, 0) == routed * 32 * (plan.reads - 6)
     assert set(counted) <= {aten.mm, aten.bmm, aten.mv, aten.addcmul}
 
 
@@ -130,12 +127,12 @@ def test_a_training_step_is_three_forward_passes() -> None:
         vocabulary=50,
     )
     model, tokens = Transformer(config), torch.randint(50, (2, 16))
-    expected = cost(config, VARIANTS["p_lr"].keys)
+    expected = cost(config)
     with FlopCounterMode(display=False) as counter:
         model(tokens, model.mask(None, 2, 16)).sum().backward()
-    products = expected.core + expected.projection + expected.head
+    products = expected.core + expected.added.projections + expected.head
     assert counter.get_flop_counts()["Global"][torch.ops.aten.mm] == 6 * tokens.numel() * products
-    left_out = expected.routing + expected.attention
+    left_out = expected.added.mixing + expected.attention
     assert expected.training_flops == 6 * (products + left_out)
 
 
@@ -158,5 +155,8 @@ def test_parameters_of_the_paper(
     with torch.device("meta"):
         model = Transformer(config)
     assert sum(p.numel() for p in model.parameters()) == parameters
-    found = cost(config, VARIANTS[residual].keys)
-    assert (found.model_parameters, found.parameters) == (parameters, parameters - 513_648_640)
+    found = cost(config)
+    assert (found.model_parameters, found.added.parameters) == (
+        parameters,
+        parameters - 513_648_640,
+    )

@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 import torch
-from tests.config.test_config import composed
 
 from lrattnres.config import ConfigError, TrainConfig
 from lrattnres.config.checks import resolve
 from lrattnres.model.transformer import Transformer
+from tests.config.test_config import composed
 
 PROXY = ("experiment=proxy", "name=x", "device=cpu", "steps=300")
 
@@ -91,7 +91,7 @@ def test_the_other_run_has_the_rank_that_this_one_has_no_use_for() -> None:
     config, notes = resolve(composed(*PROXY, "model.residual=baseline", *given))
     assert (
         config.model.rank is None
-        and "match_to=p_lr (4 blocks, rank 32)" in notes[-1]
+        and "match_to=p_lr, 4 blocks, rank 32" in notes[-1]
         and config.model.mlp_width > 352
     )
 
@@ -107,7 +107,7 @@ def test_the_other_run_counts_what_it_would_use() -> None:
     ("settings", "words"),
     [
         (["match=parameter", "match_to=baseline"], ["match=parameter:", "parameters, tokens, compute"]),
-        (["match=tokens", "match_to=base"], ["match_to=base:", "baseline, attn_res"]),
+        (["match=tokens", "match_to=base"], ["match_to=base:", "attn_res, baseline"]),
         (["match=tokens"], ["match=tokens", "write match_to="]),
         (["match_to=baseline"], ["match_to=baseline", "write match="]),
         (

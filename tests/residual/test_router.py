@@ -1,4 +1,4 @@
-"""The router against the equations written out naively in float64, and the identities of the method."""
+"""The paths of the papers against their equations written out naively in float64, and the identities of the method."""
 
 import math
 
@@ -7,12 +7,15 @@ import torch
 from torch import Tensor
 
 from lrattnres.config import Routing
-from lrattnres.residual.plan import DepthPlan
-from lrattnres.residual.router import VARIANTS, DepthRouter
+from lrattnres.residual.attention import AttentionResiduals
+from lrattnres.residual.base import ResidualPath, path_of
+from tests.residual.making import ATTENTION, config_of, make
+from tests.residual.making import run as reads_of
 
-DIM, RANK, SUBLAYERS = 8, 3, 7
+DIM, RANK, SUBLAYERS = 8, 3, 8
+FIVE = ["baseline", *ATTENTION]
 EPSILON = 2.0**-23
-GRANULARITIES = [None, 1, 2, 3, 7]
+GRANULARITIES = [None, 1, 2, 3, 8]
 
 
 def norm(x: Tensor) -> Tensor:
@@ -52,31 +55,17 @@ def naive_reads(
     return reads
 
 
-def run(router: DepthRouter, outputs, keys=None) -> list[Tensor]:
-    """The router's reads when sub-layer i writes outputs[i + 1] (and keys[i + 1])."""
-    depth, reads = router.begin(outputs[0]), []
-    for site in range(SUBLAYERS):
-        reads.append(router.read(depth, site))
-        written = (
-            outputs[site + 1]
-            if not router.emit_dim
-            else torch.cat([outputs[site + 1], keys[site + 1]], -1)
-        )
-        depth = router.write(depth, site, written)
-    return [*reads, router.read(depth, SUBLAYERS)]
+def run(path: ResidualPath, outputs, keys=None) -> list[Tensor]:
+    """The path's reads when sub-layer i writes outputs[i + 1] (and keys[i + 1])."""
+    if path.emit_dim:
+        outputs = [
+            outputs[0],
+            *(torch.cat(pair, -1) for pair in zip(outputs[1:], keys[1:], strict=True)),
+        ]
+    return reads_of(path, outputs)
 
 
-def make(
-    name: str, blocks: int | None, routing: Routing | None = None, rank: int | None = RANK
-) -> DepthRouter:
-    variant = VARIANTS[name] if routing is None else VARIANTS[name]._replace(routing=routing)
-    router = DepthRouter(DepthPlan(SUBLAYERS, blocks), variant, DIM, rank).double()
-    if router.queries is not None:
-        torch.nn.init.normal_(router.queries)
-    return router
-
-
-def outputs_and_keys(router: DepthRouter | None = None):
+def outputs_and_keys(router: ResidualPath | None = None):
     outputs = [
         torch.randn(2, 5, DIM, dtype=torch.float64, requires_grad=True)
         for _ in range(SUBLAYERS + 1)
@@ -85,12 +74,12 @@ def outputs_and_keys(router: DepthRouter | None = None):
         torch.randn(2, 5, RANK, dtype=torch.float64, requires_grad=True)
         for _ in range(SUBLAYERS + 1)
     ]
-    if router is not None and router.embedding_key is not None:
+    if router is not None and router.emit_dim:
         keys[0] = router.embedding_key(outputs[0])
     return outputs, keys
 
 
-CASES = [(name, None) for name in VARIANTS] + [
+CASES = [(name, None) for name in FIVE] + [
     (name, r) for name in ("s_lr", "p_lr", "attn_res") for r in Routing
 ]
 
@@ -100,9 +89,11 @@ CASES = [(name, None) for name in VARIANTS] + [
 def test_reads_and_gradients_follow_the_definitions(
     name: str, routing: Routing | None, blocks: int | None
 ) -> None:
-    router = make(name, blocks, routing)
+    router = make(name, blocks, routing=routing)
     outputs, keys = outputs_and_keys(router)
-    expected = naive_reads(name, router.variant.routing, blocks, outputs, keys, router.queries)
+    published = Routing.add if name == "delta" else Routing.replace
+    queries = getattr(router, "queries", None)
+    expected = naive_reads(name, routing or published, blocks, outputs, keys, queries)
     found = run(router, outputs, keys)
     probes = [torch.randn_like(read) for read in expected]
     wanted = [*outputs, *router.parameters()] + (keys[1:] if router.emit_dim else [])
@@ -129,7 +120,7 @@ def test_slice_of_full_width_is_attn_res(blocks: int | None) -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("name", list(VARIANTS))
+@pytest.mark.parametrize("name", FIVE)
 def test_as_many_blocks_as_sublayers_is_full(name: str) -> None:
     blocked, full = make(name, SUBLAYERS), make(name, None)
     full.load_state_dict(blocked.state_dict())
@@ -149,7 +140,7 @@ def test_zero_queries_read_the_mean_of_the_sources(name: str, blocks: int | None
         torch.testing.assert_close(read, norm(sum(sources) / len(sources)), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", list(VARIANTS))
+@pytest.mark.parametrize("name", FIVE)
 def test_the_first_site_reads_the_embedding_once(name: str) -> None:
     router = make(name, 2)
     outputs, _ = outputs_and_keys()
@@ -157,7 +148,7 @@ def test_the_first_site_reads_the_embedding_once(name: str) -> None:
 
 
 def test_baseline_is_bitwise_a_running_sum() -> None:
-    router = DepthRouter(DepthPlan(SUBLAYERS), VARIANTS["baseline"], DIM)
+    router = make("baseline")
     outputs = [torch.randn(2, 5, DIM).bfloat16() for _ in range(SUBLAYERS + 1)]
     depth, stream = router.begin(outputs[0]), outputs[0]
     for site in range(SUBLAYERS):
@@ -197,5 +188,28 @@ def test_a_write_leaves_the_state_before_it_as_it_was() -> None:
 
 @pytest.mark.parametrize("rank", [None, 0, DIM + 1])
 def test_an_impossible_rank_is_refused(rank: int | None) -> None:
-    with pytest.raises(ValueError, match="rank"):
-        DepthRouter(DepthPlan(SUBLAYERS), VARIANTS["s_lr"], DIM, rank)
+    config = config_of("s_lr", rank=rank)
+    (error,) = path_of(config).errors(config)
+    assert error.startswith(f"model.rank={'null' if rank is None else rank}: ")
+
+
+def test_a_rule_that_is_no_tail_is_beyond_the_kernels() -> None:
+    """The kernels read the last r columns of a value in place; a rule that slices others must not be computed by them."""
+    import dataclasses
+
+    from lrattnres.kernels.backends import KERNELS
+    from lrattnres.residual.keys import SLICED
+
+    class HeadSlice(AttentionResiduals):
+        rule = dataclasses.replace(SLICED, key=lambda source, r, d: source.value[..., :r])
+        uses = AttentionResiduals.uses | {"rank"}
+
+    config = config_of("s_lr", 2)
+    assert HeadSlice.beyond_kernels(config) and not path_of(config).beyond_kernels(config)
+    path = HeadSlice.build(config, KERNELS["triton"])
+    assert type(path) is HeadSlice  # the definition, which asks the rule
+    torch.nn.init.normal_(path.queries)
+    state = path.write(path.begin(torch.randn(3, DIM)), 0, torch.randn(3, DIM))
+    keys = [source.value[..., :RANK] for source in path.sources(state, 1)]
+    logits = torch.stack([norm(key) @ path.queries[0] for key in keys], -1)
+    torch.testing.assert_close(path.weights(state, 1), logits.softmax(-1))

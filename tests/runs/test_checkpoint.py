@@ -1,4 +1,6 @@
-"""Checkpoints against real damage: cut, flipped, deleted and hostile files, killed processes, a full disk."""
+"""Checkpoints against real damage: cut, flipped, deleted and hostile files, killed processes, a
+full disk.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ def seal(folder: Path) -> None:
     path.write_text(json.dumps(manifest))
 
 
-# --- what is saved comes back -----------------------------------------------------------------------------------------
+# --- what is saved comes back ---------------------------------------------------------------------
 
 
 def test_round_trip_is_exact_to_the_bit(tmp_path: Path) -> None:
@@ -67,7 +69,7 @@ def test_round_trip_is_exact_to_the_bit(tmp_path: Path) -> None:
     nans = torch.tensor([0x7FC00001, 0x7F800001, -0x3FFFFF], dtype=torch.int32)
     values = {
         "float32": torch.cat([words, nans]).view(torch.float32),
-        "bfloat16": torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16),
+        "bfloat16": torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16),
         "int64": torch.tensor([-(2**63), 2**63 - 1, 2**53 + 1]),
         "uint8": torch.arange(256, dtype=torch.uint8),
         "bool": torch.tensor([True, False]),
@@ -153,7 +155,7 @@ def test_only_tensors_and_json_are_saved(tmp_path: Path) -> None:
     assert checkpoints.steps() == []
 
 
-# --- which ones there are ---------------------------------------------------------------------------------------------
+# --- which ones there are -------------------------------------------------------------------------
 
 
 def test_pruning_keeps_the_newest_and_the_multiples(tmp_path: Path) -> None:
@@ -164,9 +166,29 @@ def test_pruning_keeps_the_newest_and_the_multiples(tmp_path: Path) -> None:
     checkpoints.save(20, small_state(20), {})  # older than all that are kept, yet just written
     assert 20 in checkpoints.steps()
     assert checkpoints.rewind(30) == [60, 70] and checkpoints.steps() == [20, 30]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000020", "step_000030"]
-    with pytest.raises(CheckpointError, match="no checkpoint of step 70; there are: 20, 30"):
-        checkpoints.at(70)
+    with pytest.raises(
+        CheckpointError, match="no checkpoint of step 50; there are: 20, 30, 60, 70"
+    ):
+        checkpoints.at(50)
+
+
+def test_checkpoints_after_the_chosen_one_stay_until_the_next_is_there(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=9)
+    for step in (10, 20, 30, 40):
+        checkpoints.save(step, small_state(step), {})
+    assert checkpoints.rewind(20) == [30, 40]
+    assert (checkpoints.steps(), checkpoints.superseded()) == ([10, 20], [30, 40])
+    found, reports = newest(checkpoints)
+    assert found and found.step == 20 and not reports  # not the one that was set aside
+    with pytest.raises(CheckpointError):
+        checkpoints.save(25, {"model": {"x": 3}}, {})  # type: ignore[dict-item]
+    assert Checkpoints(tmp_path).at(40).step == 40  # a save that failed changes nothing
+    assert checkpoints.rewind(40) == [] and checkpoints.steps() == [10, 20, 40]  # taken back
+    assert checkpoints.superseded() == [30] and checkpoints.rewind(20) == [40]
+    checkpoints.save(25, small_state(25), {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"step_{step:06d}" for step in (10, 20, 25)
+    ]
 
 
 def test_saving_again_replaces(tmp_path: Path) -> None:
@@ -193,7 +215,7 @@ def test_nothing_there(tmp_path: Path) -> None:
     assert newest(Checkpoints(tmp_path / "none")) == (None, [])
 
 
-# --- damage -----------------------------------------------------------------------------------------------------------
+# --- damage ---------------------------------------------------------------------------------------
 
 
 def cut(path: Path) -> None:
@@ -232,12 +254,66 @@ def test_damage_is_reported_and_passed_over(tmp_path: Path, file: str, damage, s
     )
     with pytest.raises(CheckpointError, match=says):
         checkpoints.at(2)
-    # What could not be read from here may be whole for another version, or another machine: going on keeps it apart.
+    # What could not be read from here may be whole for another version, or another machine: going
+    # on keeps it apart.
     before = sorted(path.name for path in (tmp_path / "step_000002").iterdir())
-    assert checkpoints.rewind(1) == [2] and checkpoints.steps() == [1]
+    assert checkpoints.rewind(1) == [] and checkpoints.steps() == [1]
     assert sorted(path.name for path in (tmp_path / ".step_000002.damaged").iterdir()) == before
     checkpoints.save(2, small_state(2), {})
     assert checkpoints.steps() == [1, 2] and (tmp_path / ".step_000002.damaged").exists()
+
+
+def dangling(path: Path) -> None:
+    path.symlink_to(path.parent / "gone")
+
+
+def linked(path: Path) -> None:
+    (path.parent / "elsewhere").mkdir()
+    path.symlink_to(path.parent / "elsewhere")
+
+
+@pytest.mark.parametrize("make", [dangling, linked, Path.touch, Path.mkdir])
+def test_what_is_no_checkpoint_blocks_nothing(tmp_path: Path, make) -> None:  # type: ignore[no-untyped-def]
+    """Under every name that a save, a restart or a removal may find taken."""
+    checkpoints = Checkpoints(tmp_path, keep_last=1)
+    checkpoints.save(1, small_state(), {})
+    make(tmp_path / "step_000004")
+    found, reports = newest(checkpoints)
+    assert found and found.step == 1 and "step_000004" in reports[0] and len(reports) == 1
+    for ending in ("damaged", "partial", "removed", "replaced"):
+        if make is not linked:
+            make(tmp_path / f".step_000004.{ending}")
+    checkpoints.rewind(1)
+    assert (tmp_path / ".step_000004.damaged").is_symlink() == (make in (dangling, linked))
+    checkpoints.save(4, small_state(4), {})
+    checkpoints.save(5, small_state(5), {})
+    assert checkpoints.steps() == [5] and checkpoints.at(5)
+    assert make is not linked or (tmp_path / "elsewhere").is_dir()  # the link goes, not its folder
+
+
+@pytest.mark.parametrize("make", [dangling, Path.touch])
+def test_a_folder_that_is_none_is_no_new_beginning(tmp_path: Path, make) -> None:  # type: ignore[no-untyped-def]
+    make(tmp_path / "checkpoints")
+    with pytest.raises(CheckpointError, match="not a folder, or a link to one that is not there"):
+        newest(Checkpoints(tmp_path / "checkpoints"))
+
+
+def test_removed_by_a_training_while_it_is_read(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    writer, reader = Checkpoints(tmp_path, keep_last=1), Checkpoints(tmp_path)
+    writer.save(1, small_state(1), {})
+    at = Checkpoints.at
+
+    def late(checkpoints: Checkpoints, step: int) -> Checkpoint:
+        if step == 1:
+            writer.save(2, small_state(2), {})
+        return at(checkpoints, step)
+
+    monkeypatch.setattr(Checkpoints, "at", late)
+    found, reports = newest(reader)
+    assert found and found.step == 2 and not reports
+    writer.save(3, small_state(3), {})
+    with pytest.raises(CheckpointError, match=r"step_000002: removed while it was read"):
+        found.load(small_state())
 
 
 def test_no_flipped_bit_of_the_manifest_goes_unseen(tmp_path: Path) -> None:
@@ -349,7 +425,7 @@ def test_an_interrupt_stays_an_interrupt(tmp_path: Path, monkeypatch: pytest.Mon
     assert not list(tmp_path.iterdir())
 
 
-# --- hostile files, with a manifest that vouches for them --------------------------------------------------------------
+# --- hostile files, with a manifest that vouches for them -----------------------------------------
 
 
 class Command:

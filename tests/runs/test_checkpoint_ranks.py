@@ -1,4 +1,6 @@
-"""Checkpoints of several ranks: on any number of them again, and against kills, full disks, drift and damage on one."""
+"""Checkpoints of several ranks: on any number of them again, and against kills, full disks, drift
+and damage on one.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lrattnres.runs.checkpoint import CheckpointError, Checkpoints, State
-from tests.distributed.launch import Ranks, launch
+from tests.distributed.launch import Ranks, connected, launch
 
-# Rows of the tensors: over 4 ranks, "uneven" has shards of 2, 2, 2 and 1 rows, "short" of 1, 1, 0 and 0.
+# Rows of the tensors: over 4 ranks, "uneven" has shards of 2, 2, 2 and 1 rows, "short" of 1, 1, 0
+# and 0.
 SHAPES = {"even": (8, 3), "uneven": (7, 3), "short": (2, 5), "vector": (5,)}
 
 
@@ -28,7 +31,7 @@ def value(name: str, step: int) -> Tensor:
 
 
 def place(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Divided by rows over the last dimension of a mesh, as FSDP and HSDP do; whole without a mesh."""
+    """By rows over the last dimension of a mesh, as FSDP and HSDP do; whole without a mesh."""
     if not shape:
         return tensor
     return distribute_tensor(
@@ -58,13 +61,15 @@ def silent(_: str) -> None:
     pass
 
 
-# --- any number of ranks ----------------------------------------------------------------------------------------------
+# --- any number of ranks --------------------------------------------------------------------------
 
 
 def leg(rank: int, folder: Path, shape: tuple[int, ...], step: int) -> list[str]:
-    """Loads what another number of ranks has saved as `step`, checks every bit, and saves the next step."""
-    group = distributed.group.WORLD if shape else None
-    checkpoints = Checkpoints(folder, keep_last=9, group=group, asynchronous=step % 2 == 0)
+    """Loads what another number of ranks has saved as `step`, checks every bit, and saves the next
+    step.
+    """
+    ranks = connected() if shape else None
+    checkpoints = Checkpoints(folder, keep_last=9, ranks=ranks, asynchronous=step % 2 == 0)
     keys = []
     if step:
         checkpoint = checkpoints.newest(print)
@@ -110,11 +115,11 @@ def test_saved_on_some_ranks_and_loaded_on_others_to_the_bit(tmp_path: Path) -> 
         assert is_at(weights, step)
 
 
-# --- what is not the same everywhere ----------------------------------------------------------------------------------
+# --- what is not the same everywhere --------------------------------------------------------------
 
 
 def disagree(rank: int, folder: Path) -> list[str]:
-    checkpoints, said = Checkpoints(folder, group=distributed.group.WORLD), []
+    checkpoints, said = Checkpoints(folder, ranks=connected()), []
     checkpoints.save(1, state_of(1, (2,), rank), {})
     drifted = state_of(2, (2, 1), rank)
     if rank == 1:
@@ -166,12 +171,12 @@ def test_a_difference_between_ranks_is_named_on_all_of_them(tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
 
 
-# --- a full disk ------------------------------------------------------------------------------------------------------
+# --- a full disk ----------------------------------------------------------------------------------
 
 
 def fill(rank: int, folder: Path, full: int, asynchronous: bool) -> str:
     """The system lets no file of one rank grow, as it does when its disk is full."""
-    checkpoints = Checkpoints(folder, group=distributed.group.WORLD, asynchronous=asynchronous)
+    checkpoints = Checkpoints(folder, ranks=connected(), asynchronous=asynchronous)
     checkpoints.save(1, state_of(1, (2,), rank), {})
     checkpoints.wait()
     if rank == full:
@@ -201,17 +206,18 @@ def test_a_full_disk_of_one_rank(tmp_path: Path, full: int, asynchronous: bool) 
     assert Checkpoints(tmp_path).at(1).step == 1
 
 
-# --- killed ranks -----------------------------------------------------------------------------------------------------
+# --- killed ranks ---------------------------------------------------------------------------------
 
 
 def save_forever(rank: int, folder: Path, asynchronous: bool) -> None:
     mesh, step = init_device_mesh("cpu", (2,)), 0
-    checkpoints = Checkpoints(folder, group=distributed.group.WORLD, asynchronous=asynchronous)
+    checkpoints = Checkpoints(folder, ranks=connected(), asynchronous=asynchronous)
     begin = checkpoints.newest(silent)
     step = begin.step if begin else 0
     while True:
         step += 1
-        # Made without a message to the others: the death of one is met by the save, not by the making of what it saves.
+        # Made without a message to the others: the death of one is met by the save, not by the
+        # making of what it saves.
         weights = DTensor.from_local(torch.full((2_000, 1_000), float(step)), mesh, [Shard(0)])
         checkpoints.save(step, {"model": {"w": weights}}, {"step": step})
         print(step)
@@ -272,12 +278,12 @@ def test_any_rank_killed_at_any_time_loses_no_complete_save(tmp_path: Path) -> N
     assert steps == sorted(steps) and steps[-1] > 20
 
 
-# --- damage -----------------------------------------------------------------------------------------------------------
+# --- damage ---------------------------------------------------------------------------------------
 
 
 def newest_of(rank: int, folder: Path) -> tuple[int | None, list[str]]:
     said: list[str] = []
-    checkpoint = Checkpoints(folder, group=distributed.group.WORLD).newest(said.append)
+    checkpoint = Checkpoints(folder, ranks=connected()).newest(said.append)
     if checkpoint is not None:
         state = state_of(0, (2,), rank)
         checkpoint.load(state)
@@ -286,7 +292,7 @@ def newest_of(rank: int, folder: Path) -> tuple[int | None, list[str]]:
 
 
 def save_three(rank: int, folder: Path) -> None:
-    checkpoints = Checkpoints(folder, keep_last=3, group=distributed.group.WORLD)
+    checkpoints = Checkpoints(folder, keep_last=3, ranks=connected())
     for step in (1, 2, 3):
         checkpoints.save(step, state_of(step, (2,), rank), {})
 
@@ -301,18 +307,19 @@ def test_a_missing_and_a_damaged_shard_are_passed_over_by_all(tmp_path: Path) ->
     first, second = launch(newest_of, 2, tmp_path)
     assert first == second and first[0] == 1
     assert first[1] == [
-        f"{tmp_path}/step_000003/__1_0.distcp: missing; passed over (and renamed to .step_000003.damaged if training goes on)",
+        f"{tmp_path}/step_000003/__1_0.distcp: missing; passed over (and renamed to "
+        ".step_000003.damaged if training goes on)",
         f"{shard}: damaged, its SHA-256 is not the one in manifest.json; "
         "passed over (and renamed to .step_000002.damaged if training goes on)",
     ]
 
 
-# --- in the background ------------------------------------------------------------------------------------------------
+# --- in the background ----------------------------------------------------------------------------
 
 
 def train_on(rank: int, folder: Path) -> tuple[bool, float]:
     """Saves, changes the weights at once, and talks to the other rank while the save goes on."""
-    checkpoints = Checkpoints(folder, group=distributed.group.WORLD, asynchronous=True)
+    checkpoints = Checkpoints(folder, ranks=connected(), asynchronous=True)
     weights = distribute_tensor(torch.ones(8_000, 1_000), init_device_mesh("cpu", (2,)), [Shard(0)])
     path = checkpoints.save(1, {"model": {"w": weights}}, {})
     early = path.exists()

@@ -18,6 +18,7 @@ from lrattnres.config import TrainConfig, flatten, parse, plain
 from lrattnres.runs import files
 from lrattnres.runs.files import from_json, to_json, write_atomic
 from lrattnres.runs.folder import RunError, RunFolder
+from lrattnres.runs.sweep import statuses, write_status
 
 REQUIRED = {
     **{
@@ -71,7 +72,7 @@ def opened(*arguments: Any, **options: Any) -> RunFolder:
     return run
 
 
-# --- the same run -----------------------------------------------------------------------------------------------------
+# --- the same run ---------------------------------------------------------------------------------
 
 
 def test_the_settings_come_back(tmp_path: Path) -> None:
@@ -147,7 +148,52 @@ def test_names_that_are_no_folder(tmp_path: Path, name: str) -> None:
     assert not list(tmp_path.iterdir())
 
 
-# --- damage -----------------------------------------------------------------------------------------------------------
+def test_a_folder_may_be_renamed(tmp_path: Path) -> None:
+    run = opened(config(tmp_path))
+    run.path.rename(tmp_path / "other")
+    again = opened(config(tmp_path, name="other"))
+    assert again.notes == ["the run was started as name=demo, and goes on as other"]
+    assert RunFolder.read_config(again.path).name == "other" and len(again.starts()) == 2
+    write_status(again.path, "stopped")
+    again.path.rename(tmp_path / "third")
+    assert [row["name"] for row in statuses(tmp_path)] == ["third"]
+
+
+PATHS = ["data__root", "tokenizer__path", "initial"]
+
+
+@pytest.mark.parametrize("key", PATHS)
+def test_a_path_may_be_written_from_another_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    for place in ("work/here", "away", "data", "away/data"):
+        (tmp_path / place).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "work" / "here")
+    run = opened(config(tmp_path, **{key: "../../data"}))
+    name = key.replace("__", ".")
+    assert flatten(yaml.safe_load(run.config_path.read_text()))[name] == "../../data"
+    monkeypatch.chdir(tmp_path / "away")
+    assert flatten(plain(RunFolder.read_config(run.path)))[name] == str(tmp_path / "data")
+    for written in ("../data", str(tmp_path / "data"), "../away/../data"):
+        opened(config(tmp_path, **{key: written}))
+    for written in ("data", "../../data"):
+        with pytest.raises(RunError, match=rf"{name}: .*data at the start, {written} now"):
+            opened(config(tmp_path, **{key: written}))
+    (tmp_path / "data").rmdir()  # on another machine: as it is written
+    assert flatten(plain(RunFolder.read_config(run.path)))[name] == "../away/../data"
+
+
+def test_paths_of_an_older_run_are_compared_as_they_are_written(tmp_path: Path) -> None:
+    run = opened(config(tmp_path, data__root="hf://datasets/a/b"))
+    assert json.loads(run.paths_path.read_text()) == {}  # no path of this machine
+    run.paths_path.unlink()
+    opened(config(tmp_path, data__root="hf://datasets/a/b"))
+    run.paths_path.unlink()
+    with pytest.raises(RunError, match=r"data\.root"):
+        opened(config(tmp_path, data__root="hf://datasets/a/c"))
+
+
+# --- damage ---------------------------------------------------------------------------------------
 
 
 def test_no_cut_of_the_settings_passes_for_whole(tmp_path: Path) -> None:
@@ -198,7 +244,7 @@ def test_torn_json_is_named(tmp_path: Path, file: str) -> None:
         RunFolder.open(config(tmp_path))
 
 
-# --- one process at a time --------------------------------------------------------------------------------------------
+# --- one process at a time ------------------------------------------------------------------------
 
 HOLDS = """
 import sys, time
@@ -226,7 +272,7 @@ def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> 
     assert len(run.starts()) == 3
 
 
-# --- what it was started with -----------------------------------------------------------------------------------------
+# --- what it was started with ---------------------------------------------------------------------
 
 
 def test_every_start_is_described(tmp_path: Path) -> None:
@@ -282,7 +328,7 @@ def test_a_summary_finishes_the_run(tmp_path: Path) -> None:
     assert finished and finished["val_loss"] != finished["val_loss"]
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(

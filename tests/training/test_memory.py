@@ -1,22 +1,22 @@
-"""Estimates of memory, held against the tensors of a real pass on the CPU; and the refusal of what cannot fit."""
+"""Estimates of memory against the tensors of a real pass; and the refusal of what cannot fit."""
 
 import dataclasses
 
 import pytest
 import torch
-from tests.config.test_config import composed
 
 from lrattnres.config import AC, Compile, ConfigError, Device
 from lrattnres.config.checks import resolve
 from lrattnres.distributed.parallel import Parallel, parallelize
-from lrattnres.evaluation.loss import window_losses
 from lrattnres.kernels.backends import KERNELS
 from lrattnres.model.attention import BACKENDS
+from lrattnres.model.loss import window_losses
 from lrattnres.model.transformer import build_model
-from lrattnres.optim.optimizer import MuonAdam
-from lrattnres.residual.router import VARIANTS
+from lrattnres.optim.build import build_optimizer
+from lrattnres.residual.base import paths
 from lrattnres.training import memory
 from lrattnres.training.memory import Alive, check_memory, estimate_memory
+from tests.config.test_config import composed
 from tests.test_cli import run
 
 SIZE = [
@@ -41,7 +41,7 @@ FAST, *SLOW = CASES
     ("kernels", "blocks"), [FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )
 @pytest.mark.parametrize("ac", [mode.name for mode in AC])
-@pytest.mark.parametrize("residual", list(VARIANTS))
+@pytest.mark.parametrize("residual", list(paths()))
 def test_the_estimate_is_what_a_real_pass_takes(
     residual: str, ac: str, kernels: str, blocks: str
 ) -> None:
@@ -51,10 +51,11 @@ def test_the_estimate_is_what_a_real_pass_takes(
         f"model.residual={residual}", f"model.blocks={blocks}", f"ac={ac}", f"kernels={kernels}"
     )
     model = build_model(
-        config.model, seed=0, device=torch.device("cpu"), attention=BACKENDS["sdpa"], dtype=torch.float32,
-        kernels=KERNELS[kernels], prepare=lambda model: parallelize(model, config, Parallel()),
+        config.model, seed=0, device=torch.device("cpu"), attention=BACKENDS["sdpa"],
+        dtype=torch.float32, kernels=KERNELS[kernels],
+        prepare=lambda model: parallelize(model, config, Parallel()),
     )  # fmt: skip
-    optimizer = MuonAdam(model, config.optimizer, config.steps)
+    optimizer = build_optimizer(model, config.optimizer, config.steps)
     windows = torch.randint(256, (8, 97))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -65,15 +66,13 @@ def test_the_estimate_is_what_a_real_pass_takes(
     memory = estimate_memory(config, world=1)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     assert memory.weights == memory.gradients == weights and memory.gathered == 0
-    assert memory.moments == pytest.approx(
-        sum(tensor.nbytes for tensor in optimizer.tensors().values()), rel=1e-3
-    )
+    assert memory.moments == sum(tensor.nbytes for tensor in optimizer.tensors().values())
     assert memory.activations == pytest.approx(alive.peak, rel=0.1)
     assert memory.sources < memory.activations
 
 
 def test_the_kernels_of_the_run_are_counted() -> None:
-    """Per sub-layer and token, plain torch keeps h in float32 besides its RMSNorm; Triton's keep a few scalars instead."""
+    """Plain torch keeps h in float32 besides its RMSNorm; Triton's keep a few scalars instead."""
     pytest.importorskip("triton")
     plain, fused = (
         estimate_memory(settings("model.residual=s_lr", "model.blocks=4", f"kernels={kernels}"), 1)
@@ -82,7 +81,8 @@ def test_the_kernels_of_the_run_are_counted() -> None:
     tokens, reads = 8 * 96, 8
     saved = plain.activations - fused.activations
     assert 0.5 * reads * tokens * 64 * 4 < saved < 3 * reads * tokens * 64 * 4
-    assert (plain.weights, plain.sources) == (fused.weights, fused.sources)
+    # What is read ahead is carried too.
+    assert plain.weights == fused.weights and plain.sources < fused.sources
 
 
 def test_peaks_are_seen() -> None:

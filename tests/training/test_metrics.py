@@ -1,4 +1,4 @@
-"""metrics.jsonl under kills and cuts, what a person sees, and W&B without key, network or goodwill."""
+"""metrics.jsonl under kills and cuts, what a person sees, and W&B without key or network."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import termios
 import time
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -39,7 +40,18 @@ def filled(path: Path, steps: int) -> bytes:
     return path.read_bytes()
 
 
-# --- metrics.jsonl ----------------------------------------------------------------------------------------------------
+def chained_crc(content: bytes) -> list[int]:
+    """What the page says of `crc`, from the objects alone."""
+    found, before = [], 0
+    for line in content.splitlines():
+        record = json.loads(line)
+        del record["crc"]
+        before = zlib.crc32(json.dumps(record, ensure_ascii=False).encode(), before)
+        found.append(before)
+    return found
+
+
+# --- metrics.jsonl --------------------------------------------------------------------------------
 
 
 def test_records_come_back(tmp_path: Path) -> None:
@@ -58,6 +70,7 @@ def test_records_come_back(tmp_path: Path) -> None:
         "step": 2,
         "loss": "nan",
         "norms": ["-inf"],
+        "crc": f"{chained_crc(path.read_bytes())[-1]:08x}",
     }
     last = MetricsFile.read(path)[-1]
     assert last["loss"] != last["loss"] and last["norms"] == [-float("inf")]
@@ -90,6 +103,51 @@ def test_rewinding(tmp_path: Path) -> None:
     assert [record["step"] for record in MetricsFile.read(path)] == [1, 2, 3, 5]
     MetricsFile(tmp_path / "none").rewind(3)
     assert not (tmp_path / "none").exists()
+
+
+def lacking(content: bytes, number: int) -> bytes:
+    lines = content.splitlines(keepends=True)
+    return b"".join(lines[:number] + lines[number + 1 :])
+
+
+@pytest.mark.parametrize("step", range(1, 6))
+def test_a_missing_line_is_said(tmp_path: Path, step: int) -> None:
+    path = tmp_path / "metrics.jsonl"
+    content = filled(path, 5)
+    assert MetricsFile.gaps(path) == []
+    path.write_bytes(lacking(content, step - 1))
+    gaps = MetricsFile.gaps(path)
+    assert len(gaps) == (step < 5) and all(f"line {step} (step {step + 1})" in gap for gap in gaps)
+    assert (
+        len(MetricsFile(path).rewind(5, last=5)) == 1
+    )  # the last one too, where its step is known
+    metrics = MetricsFile(path)  # what is written afterwards is whole again
+    metrics.write({"step": 6})
+    assert MetricsFile.gaps(path) == gaps and MetricsFile(path).rewind(step - 1) == []
+
+
+def test_no_flipped_bit_goes_unseen(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    content, records = filled(path, 3), MetricsFile.read(path)
+    for place in range(len(content)):
+        for bit in range(7):
+            flipped = bytes([content[place] ^ 1 << bit])
+            path.write_bytes(content[:place] + flipped + content[place + 1 :])
+            try:
+                said = MetricsFile.gaps(path) or len(MetricsFile.read(path)) == 2  # torn at the end
+            except MetricsError:
+                continue
+            assert said or MetricsFile.read(path) == records, (place, bit)
+
+
+def test_lines_of_earlier_versions_have_no_checksum(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+    metrics = MetricsFile(path)
+    metrics.write({"step": 3})
+    metrics.write({"step": 4})
+    assert [record["step"] for record in MetricsFile.read(path)] == [1, 2, 3, 4]
+    assert MetricsFile.gaps(path) == []
 
 
 @pytest.mark.parametrize(
@@ -182,7 +240,7 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
     )
 
 
-# --- progress ---------------------------------------------------------------------------------------------------------
+# --- progress -------------------------------------------------------------------------------------
 
 RECORD = {
     "loss": 3.14159,
@@ -209,7 +267,8 @@ def test_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> No
     progress.update(60, {"val_loss": float("nan"), "mfu": None})
     progress.close()
     assert stream.getvalue().splitlines() == [
-        "step  60/200, loss 3.1416, muon 1.0e-02, adam 3.0e-03, 12,346 tokens/s, MFU 41.7%, 11:40 left",
+        "step  60/200, loss 3.1416, muon 1.0e-02, adam 3.0e-03, 12,346 tokens/s, MFU 41.7%, 11:40 "
+        "left",
         "saved",
         "step  60/200, held-out loss nan, 11:40 left",
     ]
@@ -237,7 +296,7 @@ def test_a_bar_on_a_terminal() -> None:
     assert re.match(r"step  60/200, loss 3.1416.*\nsaved\r\n$", on_terminal(0), re.DOTALL)
 
 
-# --- sinks ------------------------------------------------------------------------------------------------------------
+# --- sinks ----------------------------------------------------------------------------------------
 
 
 def test_the_shipped_choices() -> None:
@@ -286,7 +345,9 @@ print(time.monotonic() - begin, file=notes)
 def test_the_real_library_without_key_or_network(
     tmp_path: Path, environment: dict[str, str], reason: str
 ) -> None:
-    """On a terminal, where it could ask for a key: it asks nothing, prints nothing, and records offline."""
+    """On a terminal, where it could ask for a key: it asks nothing, prints nothing, and records
+    offline.
+    """
     pytest.importorskip("wandb")
     run, notes = tmp_path / "demo", tmp_path / "notes"
     run.mkdir()

@@ -1,20 +1,22 @@
-"""The training loop in one process: its gradients, its bad steps, and its continuation to the last bit."""
+"""The training loop in one process: its gradients, its bad steps, and its continuation to the last
+bit.
+"""
 
 import math
 
 import pytest
 import torch
-from tests.config.test_config import composed
 
 from lrattnres.config.checks import resolve
 from lrattnres.data.dataset import open_dataset
 from lrattnres.evaluation.heldout import evaluate
-from lrattnres.evaluation.loss import token_losses
 from lrattnres.model.attention import BACKENDS
+from lrattnres.model.loss import token_losses
 from lrattnres.model.transformer import build_model
-from lrattnres.residual.router import VARIANTS
+from lrattnres.residual.base import paths
 from lrattnres.runs.checkpoint import Checkpoints
 from lrattnres.training.trainer import Trainer, TrainingError
+from tests.config.test_config import composed
 
 CPU = torch.device("cpu")
 
@@ -51,7 +53,7 @@ def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: parameter.grad.clone() for name, parameter in trainer.model.named_parameters()}
 
 
-@pytest.mark.parametrize("residual", list(VARIANTS))
+@pytest.mark.parametrize("residual", list(paths()))
 def test_micro_batches_do_not_change_the_gradient(make_trainer, residual: str) -> None:
     found = []
     for size in (8, 4, 1):

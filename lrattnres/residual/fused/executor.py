@@ -1,91 +1,143 @@
-"""What has been written, and how one operator reads it: alone, or for its site and for later ones of its group."""
+"""Attention residuals with several sites read at once: the same reads as in attention.py, in fewer passes over memory.
+
+No query depends on the input, so one operator can read the sources written so far for every site of a ReadGroup
+(schedule.py): it finishes the first site's read, and leaves a Part, an unfinished read, for each of the others. At a
+later site one operator adds what was written since. In the backward pass the same operators make the gradient of each
+source in one go. This is the only user of Parts.
+"""
 
 from __future__ import annotations
 
-from functools import partial as bound
+import copy
+from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
+import torch.nn.functional as F
 from torch import Tensor
 
+from lrattnres.config import ModelConfig
 from lrattnres.kernels.backends import DepthKernels, Part
-from lrattnres.residual.fused.schedule import Step
+from lrattnres.kernels.reference import EPSILON, rms_norm
+from lrattnres.residual.attention import AttentionResiduals
+from lrattnres.residual.base import Read, ResidualPath, path_of
+from lrattnres.residual.fused.schedule import cheapest, single, steps
 from lrattnres.residual.keys import Source
+from lrattnres.residual.plan import DepthPlan
 
 
-class Depth(NamedTuple):
-    """All that has been written so far: immutable, so that nothing survives from one forward pass to the next.
+class State(NamedTuple):
+    """`attention.State`, with what has been read ahead.
 
-    sources: the embedding and the complete blocks; partial: the open block's sum so far; stream: o_0 + Σ o_i.
-    What a variant never reads is None or empty. read: RMSNorm(h) of the next site; parts: for every further site of its
-    group, what has been read of the sources so far.
+    Args:
+        sources, partial, stream: as there. The tensors are those that the newest operator handed on, so that each
+            one's gradient is made in one go.
+        read: RMSNorm(h) of the next site.
+        parts: for every further site of its ReadGroup, what has been read of the sources so far.
     """
 
     sources: tuple[Source, ...]
     partial: Source | None
     stream: Tensor | None
-    read: Tensor
+    read: Tensor | None
     parts: tuple[tuple[Part, ...], ...]
 
-    def receives(self, source: Source, complete: bool) -> Depth:
-        """With one source more, or with its block still open."""
-        return (
-            self._replace(sources=(*self.sources, source), partial=None)
-            if complete
-            else self._replace(partial=source)
-        )
 
+class ReadTogether(AttentionResiduals):
+    """An attention-residual path whose reads are computed by `kernels`.
 
-def read_in_group(
-    depth: Depth,
-    newest: Source,
-    queries: Tensor,
-    step: Step,
-    kernels: DepthKernels,
-    *,
-    complete: bool,
-    normalize: bool,
-) -> Depth:
-    """The state with `newest` written, and its site read: `read` is h, or RMSNorm(h) if `normalize`.
-
-    queries: [C, r] of this site and of the later ones that are prepared. The sources of the result are those that the
-    operator hands on, so that each one's gradient is made in one go. The open block's sum is left to the operator.
+    Args:
+        config: the model's.
+        kernels: see `kernels.backends.DepthKernels`.
+        starts: the first sites, from 0, of the ReadGroups. None: what takes the least time, if the kernels gain by
+            reading sites together; else each site is a group.
     """
-    if depth.partial and depth.partial.emitted is not None and newest.emitted is not None:
-        newest = newest._replace(emitted=depth.partial.emitted + newest.emitted)
-    addend = depth.partial.value if depth.partial else None
-    read = bound(kernels.read, normalize=normalize, passes=step.passes)
-    waiting: tuple[tuple[Part, ...], ...]
-    if step.opens:
-        owned = (*depth.sources, newest)
-        reading = read(queries, *columns(owned), addend)
-        before, waiting = depth._replace(sources=()), ((),) * len(reading.parts)
-    else:
-        reading = read(queries, *columns((newest,)), addend, depth.parts[0])
-        before, waiting = depth, depth.parts[1:]
-    *others, last = map(Source, reading.values, reading.keys or [None] * len(reading.values))
-    after = before._replace(sources=(*before.sources, *others)).receives(last, complete)
-    # In an open block nothing is prepared: its sum is not what later sites will read.
-    parts = (
-        tuple((*one, part) for one, part in zip(waiting, reading.parts, strict=True))
-        if reading.parts
-        else waiting
-    )
-    return after._replace(read=reading.out, parts=parts)
 
-
-def accumulated(depth: Depth, newest: Source, states: bool) -> Source:
-    """The open block's sum with the newest output; where sources are `states`, the stream after it, with all keys so far."""
-    if not states or not depth.sources:
-        return newest if depth.partial is None else depth.partial.plus(newest)
-    assert depth.stream is not None
-    before = (depth.partial or depth.sources[-1]).emitted
-    return Source(
-        depth.stream, None if before is None or newest.emitted is None else before + newest.emitted
+    logit_scale: float = (
+        1.0  # of an ablation: a factor of the query is within reach of every kernel
     )
 
+    def __init__(
+        self, config: ModelConfig, kernels: DepthKernels, starts: Sequence[int] | None = None
+    ):
+        super().__init__(config)
+        if beyond := type(self).beyond_kernels(config):
+            raise ValueError(
+                f"{', '.join(beyond)}: kernels={kernels.name} do not compute it; write kernels=reference"
+            )
+        self.kernels = kernels
+        # A kernel can return RMSNorm(h) where h is the mixture; its epsilon is that of the keys.
+        self.normalizes = not self.keeps_stream and self.eps == EPSILON
+        if starts is None:
+            best = kernels.grouped
+            starts = cheapest(self.plan, self.rank / self.dim) if best else single(self.plan)
+        self.steps = steps(self.plan, tuple(starts))
 
-def columns(sources: tuple[Source, ...]) -> tuple[list[Tensor], list[Tensor]]:
-    """Values, and keys of their own where there are some."""
-    return [source.value for source in sources], [
-        source.emitted for source in sources if source.emitted is not None
-    ]
+    def begin(self, embedding: Tensor) -> State:  # type: ignore[override]
+        state = State((), None, embedding if self.keeps_stream else None, None, ())
+        return self.received(state, 0, self.first(embedding))
+
+    def received(self, state: State, site: int, newest: Source) -> State:  # type: ignore[override]
+        """The state with the newest source written, and the site that follows it read."""
+        step, partial = self.steps[site], state.partial
+        if partial and partial.emitted is not None and newest.emitted is not None:
+            newest = newest._replace(emitted=partial.emitted + newest.emitted)
+        own = (*state.sources, newest) if step.opens else (newest,)
+        reading = self.kernels.read(
+            self.queries_from(site, step.later, newest),
+            [source.value for source in own],
+            [source.emitted for source in own if source.emitted is not None],
+            partial.value if partial else None,  # the open block's sum is left to the operator
+            () if step.opens else state.parts[0],
+            normalize=self.normalizes,
+            passes=step.passes,
+        )
+        kept = () if step.opens else state.sources
+        handed_on = map(Source, reading.values, reading.keys or [None] * len(reading.values))
+        *others, last = handed_on
+        if self.completes(site):
+            state = state._replace(sources=(*kept, *others, last), partial=None)
+        else:
+            state = state._replace(sources=(*kept, *others), partial=last)
+        waiting = ((),) * len(reading.parts) if step.opens else state.parts[1:]
+        if (
+            reading.parts
+        ):  # in an open block nothing is prepared: its sum is not what later sites will read
+            pairs = zip(waiting, reading.parts, strict=True)
+            waiting = tuple((*parts, part) for parts, part in pairs)
+        read = reading.out
+        if not self.normalizes:
+            read = rms_norm(self.used(state, site, read), self.eps)  # type: ignore[arg-type]
+        return state._replace(read=read, parts=waiting)
+
+    def queries_from(self, site: int, later: int, newest: Source) -> Tensor:
+        """The queries [1 + later, r] of a site and of those that are prepared."""
+        if site == 0:  # the first site has no query, and with one source any would do
+            first = F.pad(self.queries[:later], (0, 0, 1, 0))
+        else:
+            first = self.queries[site - 1 : site + later]
+        return first if self.logit_scale == 1 else self.logit_scale * first
+
+    def read(self, state: State, site: int) -> Read:
+        assert state.read is not None
+        return Read(state.read)
+
+    def definition(self) -> ResidualPath:
+        definition = copy.copy(self)  # a module's copy has the same parameters
+        definition.__class__ = path_of(self.config)  # type: ignore[assignment]
+        return definition
+
+    def decodes(self, *, together: bool) -> None:
+        """`together`: the sites of a depth block read the closed sources in one pass, and merge the rest."""
+        self.steps = steps(self.plan, blockwise(self.plan) if together else single(self.plan))
+
+
+def blockwise(plan: DepthPlan) -> tuple[int, ...]:
+    """A ReadGroup a depth block; where every sub-layer is a block, a group a site."""
+    return (0, *plan.ends[:-1]) if len(plan.ends) < plan.sublayers else single(plan)
+
+
+@cache
+def together(path: type[AttentionResiduals]) -> type[ReadTogether]:
+    """An attention-residual path, with ablations or without, that reads sites together."""
+    return type(f"{path.__name__}Together", (ReadTogether, path), {"__module__": __name__})

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from lrattnres.kernels.backends import KERNELS
 from lrattnres.residual.fused.schedule import (
     Step,
     backward_traffic,
@@ -17,8 +16,8 @@ from lrattnres.residual.fused.schedule import (
     steps,
 )
 from lrattnres.residual.plan import DepthPlan
-from lrattnres.residual.router import VARIANTS, DepthRouter
 from tests.paths import ROOT
+from tests.residual.making import config_of, make, make_together
 
 
 @pytest.mark.parametrize("name", ["attn_res", "s_lr", "p_lr", "delta"])
@@ -30,11 +29,8 @@ def test_grouped_reads_are_the_plain_reads(
     name: str, blocks: int | None, starts: tuple[int, ...]
 ) -> None:
     """In plain torch, so that the grouping alone is tested."""
-    arguments = DepthPlan(8, blocks), VARIANTS[name], 8, 3
-    plain, grouped = (
-        DepthRouter(*arguments).double(),
-        DepthRouter(*arguments, KERNELS["reference"], starts).double(),
-    )
+    plain = make(name, blocks)
+    grouped = make_together(config_of(name, blocks), starts=starts).double()
     for parameter in plain.parameters():
         torch.nn.init.normal_(parameter)
     grouped.load_state_dict(plain.state_dict())
@@ -45,7 +41,7 @@ def test_grouped_reads_are_the_plain_reads(
     for router in (plain, grouped):
         depth, loss = router.begin(outputs[0]), 0
         for site in range(9):
-            loss = loss + (router.read(depth, site) * torch.linspace(-1, site, 8)).square().sum()
+            loss = loss + (router.read(depth, site).x * torch.linspace(-1, site, 8)).square().sum()
             if site < 8:
                 depth = router.write(depth, site, outputs[site + 1])
         gradients.append([loss, *torch.autograd.grad(loss, [*outputs, *router.parameters()])])
