@@ -17,8 +17,8 @@ from hydra.core.override_parser.types import Glob, Override, Quote, QuotedString
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf.errors import OmegaConfBaseException
 
-from lrattnres.config import ConfigError, fields_of
-from lrattnres.config.schema import leaf_of, unknown
+from lrattnres.config import ConfigError, expected, fields_of
+from lrattnres.config.schema import Leaves, alternatives, leaf_of, unknown
 from lrattnres.distributed.ranks import causes
 from lrattnres.entry import loosened
 
@@ -60,15 +60,14 @@ def check_words(words: Sequence[str], schema: type, folders: Sequence[Path], man
     Raises:
         ConfigError: with an error for each such word.
     """
-    groups = choices_of(folders)
-    errors = []
+    groups, leaves, errors = choices_of(folders), fields_of(schema), list[str]()
     for word, read in zip(words, loosened(words, *folders), strict=True):
         try:
             override = OverridesParser.create().parse_override(read)
         except HydraException:
-            errors.append(_unreadable(word))
+            errors.append(_unreadable(word, leaves, groups))
         else:
-            errors += _wrong(word, override, fields_of(schema), groups, many)
+            errors += _wrong(word, override, leaves, groups, many)
     if errors:
         raise ConfigError(errors)
 
@@ -123,25 +122,24 @@ def reason(error: Exception, words: Sequence[str], task: Callable[..., object]) 
     meant = [word for word in words if key and word.lstrip("+~").partition("=")[0] == key]
     if first.startswith("Could not override") and meant and "/" not in str(key):
         return f"{meant[0]}: the configuration has no choice of {key} yet; write +{meant[0]}"
-    if first.startswith("Multiple values for") or "is already in the defaults list" in first:
+    if first.startswith("Multiple values for") or "appears more than once" in first:
         twice = [word for word in words if word.startswith("+")]
         return f"{', '.join(twice)}: it is chosen already; leave out the +"
     return f"{meant[0]}: {first}" if meant and meant[0] not in first else first
 
 
 def _wrong(
-    word: str, override: Override, leaves: Any, groups: Mapping[str, list[str]], many: bool
+    word: str, override: Override, leaves: Leaves, groups: Mapping[str, list[str]], many: bool
 ) -> Iterator[str]:
     key = str(override.key_or_group)
     if override.is_delete():
         if key not in groups and not key.startswith("hydra") and not _there(key, leaves):
-            yield unknown(key, "", leaves).replace(f"{key}=:", f"{word}:", 1)
+            known = [*groups, *leaves]
+            yield unknown(key, "", known).replace(f"{key}=:", f"{word}:", 1)
         return
     if override.is_sweep_override() and not many:
-        yield (
-            f"{word}: has several values; add -m for a run with each; if it is one text, write "
-            f"{_as_text(word)}"
-        )
+        text = f"; if it is one text, write {_as_text(word)}" if _is_text(key, leaves) else ""
+        yield f"{word}: has several values; add -m for a run with each{text}"
         return
     if override.is_sweep_override() and not override.is_discrete_sweep():
         yield f"{word}: a sweep takes values one by one; write a,b,c or range(first,end,step)"
@@ -159,7 +157,13 @@ def _wrong(
             yield f"{word}: no such key; did you mean {close[0]} (one of {names})?"
 
 
-def _there(key: str, leaves: Any) -> bool:
+def _is_text(key: str, leaves: Leaves) -> bool:
+    """Whether the value may be a text, as far as is known."""
+    kinds = alternatives(leaves[key][0]) if key in leaves else (str,)
+    return bool({str, list[str]} & set(kinds))
+
+
+def _there(key: str, leaves: Leaves) -> bool:
     """Whether a key is a setting, or a part of the schema that has some."""
     return leaf_of(leaves, key) is not None or any(leaf.startswith(key + ".") for leaf in leaves)
 
@@ -189,9 +193,18 @@ def _choice(key: str, value: str, names: Sequence[str]) -> str:
     return f"{key}={value}: must be one of {', '.join(names)}{hint}"
 
 
-def _unreadable(word: str) -> str:
-    if not re.match(r"[+~]*[\w./@:-]+=", word):
+def _unreadable(word: str, leaves: Leaves, groups: Mapping[str, list[str]]) -> str:
+    found = re.match(r"[+~]*([\w./@:-]+)=(.*)", word, re.DOTALL)
+    if not found:
         return f"{word}: must be key=value"
+    key, value = found.groups()
+    if key in groups:
+        return _choice(word.partition("=")[0], value, groups[key])
+    leaf = leaf_of(leaves, key)
+    if leaf is None and not key.startswith("hydra"):
+        return unknown(key, value, leaves)
+    if leaf == key and not _is_text(key, leaves):
+        return f"{word}: must be {expected(leaves[key][0])}"
     return (
         f"{word}: cannot be read: it has signs with a meaning of their own, or beyond ASCII; if it "
         f"is one text, write {_as_text(word)}"

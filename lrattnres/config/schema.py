@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import field
 from enum import Enum
 from types import UnionType
@@ -231,7 +231,7 @@ def parse_options(options: type[T], values: dict[str, Any], prefix: str) -> T:
     return parsed
 
 
-def unknown(key: str, value: Any, known: Mapping[str, Any], prefix: str = "") -> str:
+def unknown(key: str, value: Any, known: Collection[str], prefix: str = "") -> str:
     """The error for a setting that is not in `known`, with the one that was perhaps meant."""
     close = difflib.get_close_matches(key, known, n=1) or difflib.get_close_matches(
         key.rsplit(".", 1)[-1], known, n=1, cutoff=0.5
