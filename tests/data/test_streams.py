@@ -28,7 +28,7 @@ class ListTexts:
     low = 0
 
     def __init__(self, texts):
-        self.texts, self.present = texts, np.array([bool(text) for text in texts])
+        self.texts, self.present = texts, np.array([bool(text) for text in texts], dtype=bool)
         self.hashes = np.array([content_hash(text or "") for text in texts], dtype=np.uint64)
 
     def text(self, row):
