@@ -72,16 +72,19 @@ class Dataset(NamedTuple):
     def prepare_held_out(self) -> None:
         """Reads all held-out tokens once: a run is not to find out at its end that there are fewer.
 
-        Then a warning says so.
+        Then a warning says so. A streamed corpus is searched for those of the diagnostics, too.
 
         Raises:
             DataError: there are none.
             UnreadableError: a group cannot be read, even where training passes over it: the
                 held-out set has no gaps.
         """
-        evaluation = self.config.evaluation
-        tokens = max(evaluation.tokens, evaluation.diagnostics_tokens)
-        for _ in self.held_out_windows(tokens, evaluation.batch):
+        settings = self.config.evaluation
+        diagnostics = settings.diagnostics_tokens
+        if self.documents.streamed:
+            self._held_out(max(settings.tokens, diagnostics))
+        tokens = max(settings.tokens, diagnostics if settings.diagnostics_every else 0)
+        for _ in self.held_out_windows(tokens, settings.batch):
             pass
 
     def _held_out(self, tokens: int) -> Iterator[np.ndarray]:

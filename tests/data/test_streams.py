@@ -28,7 +28,7 @@ class ListTexts:
     low = 0
 
     def __init__(self, texts):
-        self.texts, self.present = texts, np.array([bool(text) for text in texts])
+        self.texts, self.present = texts, np.array([bool(text) for text in texts], dtype=bool)
         self.hashes = np.array([content_hash(text or "") for text in texts], dtype=np.uint64)
 
     def text(self, row):
@@ -307,7 +307,8 @@ def test_held_out_windows_have_exactly_the_tokens_asked_for(texts, context, toke
         batches = list(held_out_windows(parts, context=context, tokens=tokens, batch=batch))
     used = min(tokens, len(stream) - 1)
     assert [
-        str(warning.message).startswith(f"evaluation.tokens={tokens}: only {used} ")
+        f"{tokens} held-out tokens are asked for" in str(warning.message)
+        and f"only {used} are there" in str(warning.message)
         for warning in caught
     ] == ([True] if used < tokens else [])
     assert all(len(part) == batch for part in batches[:-1]) and 1 <= len(batches[-1]) <= batch

@@ -185,11 +185,9 @@ def test_missing_rank_files_are_named_as_tiktoken_looks_for_them(monkeypatch, tm
     monkeypatch.setattr(tiktoken.load, "check_hash", lambda data, expected: True)
     with contextlib.suppress(ValueError, AssertionError, IndexError):
         openai_public.ENCODING_CONSTRUCTORS[name]()
-    stored = list(tmp_path.iterdir())
-    assert fetched and len(stored) == len(fetched)
-    for address, path in zip(
-        fetched, sorted(stored, key=lambda path: path.stat().st_mtime_ns), strict=True
-    ):
+    stored = sorted(tmp_path.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    assert fetched
+    for address, path in zip(fetched, stored, strict=True):
         assert f"{path} (a copy of {address})" in str(refusal.value)
 
 
