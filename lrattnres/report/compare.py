@@ -94,8 +94,7 @@ def granularity(residual: str, blocks: int | None) -> list[str]:
 
 @dataclass(frozen=True)
 class Entry:
-    """The runs of one residual path, one a seed, by seed; `row` of the paper's table, if it is one.
-    """
+    """The runs of one residual path, one a seed, by seed; `row` of the paper's table, if it is one."""
 
     choice: Choice
     row: PaperRow | None
@@ -155,8 +154,7 @@ class Group:
 
 
 def model_of(run: Run) -> ModelConfig | None:
-    """The settings of a run's model; None if this version does not know its path, or some of them.
-    """
+    """The settings of a run's model; None if this version does not know its path, or some of them."""
     prefix = "model."
     model = {
         key.removeprefix(prefix): value
