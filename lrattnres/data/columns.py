@@ -41,7 +41,9 @@ def check_score(schema: pa.Schema, place: str | Path) -> None:
 
 
 def large_strings(column: pa.ChunkedArray) -> pa.LargeStringArray:
-    """A column that `check_text` lets pass, as one array; Arrow's errors for what cannot be read."""
+    """A column that `check_text` lets pass, as one array; Arrow's errors for what
+    cannot be read.
+    """
     if isinstance(column.type, pa.BaseExtensionType):
         column = pa.chunked_array(
             [chunk.storage for chunk in column.chunks], column.type.storage_type

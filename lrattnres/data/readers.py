@@ -20,7 +20,9 @@ from lrattnres.data.listing import first, hidden, warn_hidden
 
 
 class Row(NamedTuple):
-    """One value of the text column and where it stands: "line 3", or "row 3", both counted from 1."""
+    """One value of the text column and where it stands: "line 3", or "row 3", both
+    counted from 1.
+    """
 
     place: str
     value: Any

@@ -299,7 +299,9 @@ class TrainStreams:
         self._begin([Place(*row) for row in state.tolist()])
 
     def go_back(self, state: torch.Tensor) -> None:
-        """To an earlier state of its own. Nothing is read before the next batch: perhaps none can."""
+        """To an earlier state of its own. Nothing is read before the next batch:
+        perhaps none can.
+        """
         self.close()
         self._places = [Place(*row) for row in state.tolist()]
 

@@ -67,7 +67,9 @@ class Tokenizer(Protocol):
     def fingerprint(self) -> str: ...
     @property
     def token_bytes(self) -> np.ndarray:
-        """int64 [vocabulary]: bytes of text each token stands for; 0 for special and unused tokens."""
+        """int64 [vocabulary]: bytes of text each token stands for; 0 for special and
+        unused tokens.
+        """
 
     @property
     def tokens(self) -> list[int]:
@@ -128,7 +130,9 @@ class _SpelledTokenizer:
         return self.spell(tokens).decode("utf-8", "replace")
 
     def spell(self, tokens: Iterable[int] | np.ndarray | torch.Tensor) -> bytes:
-        """The bytes of `tokens`, with U+FFFD for numbers that no token has: what `decode` decodes."""
+        """The bytes of `tokens`, with U+FFFD for numbers that no token has: what
+        `decode` decodes.
+        """
         numbers = np.asarray(
             tokens if hasattr(tokens, "__array__") else list(tokens), dtype=np.int64
         ).reshape(-1)

@@ -192,7 +192,9 @@ def _done(entry: Entry) -> Future[Entry]:
 
 
 def _continue(out: Path, plan: dict[str, Any]) -> None:
-    """Writes the plan to a new folder; compares it in an old one, and clears what was left there."""
+    """Writes the plan to a new folder; compares it in an old one, and clears what was
+    left there.
+    """
     path = out / PLAN
     if path.exists():
         before = json.loads(path.read_bytes())

@@ -47,7 +47,9 @@ def launches(
 
 
 def inspect(launch: Launch, capability: int) -> MachineCode:
-    """Compiles for sm_<capability> and reads the machine code with the tools that come with Triton."""
+    """Compiles for sm_<capability> and reads the machine code with the tools that come
+    with Triton.
+    """
     from triton.backends import nvidia
 
     compiled = compile_ahead(launch, capability)

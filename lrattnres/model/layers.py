@@ -59,7 +59,9 @@ def gain(width: int, wanted: bool) -> nn.Module:
 
 
 class TiedHead(nn.Module):
-    """The output projection by the embedding's own matrix, which stays the embedding's parameter."""
+    """The output projection by the embedding's own matrix, which stays the embedding's
+    parameter.
+    """
 
     def __init__(self, embedding: nn.Embedding):
         super().__init__()

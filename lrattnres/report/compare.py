@@ -94,7 +94,9 @@ def granularity(residual: str, blocks: int | None) -> list[str]:
 
 @dataclass(frozen=True)
 class Entry:
-    """The runs of one residual path, one a seed, by seed; `row` of the paper's table, if it is one."""
+    """The runs of one residual path, one a seed, by seed; `row` of the paper's table,
+    if it is one.
+    """
 
     choice: Choice
     row: PaperRow | None
@@ -154,7 +156,9 @@ class Group:
 
 
 def model_of(run: Run) -> ModelConfig | None:
-    """The settings of a run's model; None if this version does not know its path, or some of them."""
+    """The settings of a run's model; None if this version does not know its path, or
+    some of them.
+    """
     prefix = "model."
     model = {
         key.removeprefix(prefix): value
@@ -326,7 +330,7 @@ def _fill(group: Group) -> list[str]:
 def _order(choice: Choice) -> tuple[Any, ...]:
     names = list(paths())
     place = names.index(choice.residual) if choice.residual in names else len(names)
-    return place, choice.blocks or 0, choice.rank or 0, str(choice)
+    return place, choice.blocks or 0, choice.rank or 0, len(choice.others), str(choice)
 
 
 def _differences(first: Group, other: Group) -> list[str]:

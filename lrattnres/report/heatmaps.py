@@ -172,7 +172,9 @@ def _picture(
 
 
 def _ticks(place: Any, drawn: Map) -> None:
-    """A name for every few sites and columns, so that names do not touch; the head always has its."""
+    """A name for every few sites and columns, so that names do not touch; the head
+    always has its.
+    """
     count, head = len(drawn.columns), len(drawn.sites) - 1
     columns = range(0, count, max(1, math.ceil(count / 9)))
     place.set_xticks(list(columns), [drawn.columns[column] for column in columns])

@@ -1,4 +1,6 @@
-"""Pictures of one run: the loss curve, where each site reads, and what it takes from each output."""
+"""Pictures of one run: the loss curve, where each site reads, and what it takes from
+each output.
+"""
 
 from __future__ import annotations
 

@@ -28,6 +28,7 @@ import pkgutil
 import re
 import sys
 from collections.abc import Callable, Iterator
+from enum import Enum
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -38,7 +39,6 @@ from torch import Tensor, nn
 
 from lrattnres.config import ConfigError, DepthConfig, ModelConfig
 from lrattnres.config.schema import parse_options
-from lrattnres.config.schema import plain as plain_values
 from lrattnres.kernels.backends import DepthKernels
 from lrattnres.kernels.reference import rms_norm
 
@@ -250,7 +250,7 @@ class ResidualPath(nn.Module):
         So one command can sweep over paths that have different settings.
         """
         meaning = f"has no meaning for model.residual={config.residual}: recorded as"
-        gone: dict[str, Any] = {"path": plain_values(cls.options_of(config))}
+        gone: dict[str, Any] = {"path": recorded(cls.options_of(config))}
         notes = []
         for name, nothing in {"rank": None, "blocks": None, "routing": None, "gate": False}.items():
             if name not in cls.uses and getattr(config, name) is not nothing:
@@ -284,8 +284,16 @@ class ResidualPath(nn.Module):
     @classmethod
     def description(cls, config: ModelConfig) -> str:
         """The path and its settings in words."""
-        options = plain_values(cls.options_of(config))
+        options = recorded(cls.options_of(config))
         return ", ".join([config.residual, *(f"{name}={value}" for name, value in options.items())])
+
+
+def recorded(options: Any) -> dict[str, Any]:
+    """A path's Options as plain values, choices by name: what is written to a run folder."""
+    return {
+        name: value.name if isinstance(value, Enum) else value
+        for name, value in vars(options).items()
+    }
 
 
 def changed(depth: DepthConfig) -> dict[str, str]:

@@ -73,7 +73,7 @@ def faults(*overrides: str) -> list[str]:
             "model.residual=slr",
             [
                 "model.residual=slr",
-                "attn_res, baseline, delta, denseformer, p_lr, s_lr",
+                ", ".join(paths()),
                 "did you mean s_lr",
             ],
         ),

@@ -25,12 +25,13 @@ class Threads(Ranks):
     barrier: threading.Barrier = field(default_factory=lambda: threading.Barrier(WORLD))
     box: list = field(default_factory=list)
 
-    def together(self, action, group=None):
+    def all_succeed(self, action):
         value = action()
         self.barrier.wait(60)
         return value
 
-    patiently = together
+    def apart(self, timeout):
+        return self
 
     def of_first(self, action):
         if self.first:
