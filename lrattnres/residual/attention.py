@@ -107,8 +107,9 @@ class AttentionResiduals(ResidualPath):
         return site == 0 or self.plan.closes(site - 1)
 
     def hidden(self, state: State, site: int) -> Tensor:
-        if site == 0:
-            return state.sources[0].value
+        if site == 0:  # one source has all the weight
+            value = state.sources[0].value
+            return weighted_sum(value.new_ones(1), [value])
         sources = self.sources(state, site)
         weights = self.attend(site, sources)
         return self.used(state, site, weighted_sum(weights, [source.value for source in sources]))
