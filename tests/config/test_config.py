@@ -258,8 +258,8 @@ def told(schema: type, values: dict[str, object]) -> list[str]:
 def test_every_setting_is_documented_and_every_number_has_bounds(schema: type, key: str) -> None:
     kind, metadata = fields_of(schema)[key]
     assert len(metadata["help"]) > 8
-    beyond = {int: [10**22, 10**400], float: [math.nan, math.inf, -math.inf]}
-    for number in [n for part in alternatives(kind) for n in beyond.get(part, [])]:
+    beyond = {int: 10**22, float: math.nan}
+    for number in [beyond[part] for part in alternatives(kind) if part in beyond]:
         (error,) = told(schema, {key: number})
         assert "must be at most" in error or "must be between" in error or "finite" in error
     usual = flatten(defaults(schema)).get(key)
