@@ -53,9 +53,9 @@ def build_report(folders: list[Path], out: Path) -> list[str]:
 def _overview(groups: list[Group], unfinished: list[Run], errors: list[str]) -> Section:
     finished = sum(len(group.runs) for group in groups)
     parts: list[Part] = [
-        f"Finished runs: {finished}, in groups: {len(groups)}. Unfinished: {len(unfinished)}. Runs stand in one group, and so in "
-        "one table, only if they agree in every setting that results depend on but seed and residual path, and in the "
-        "fingerprints of corpus and tokenizer."
+        f"Finished runs: {finished}, in groups: {len(groups)}. Unfinished: {len(unfinished)}. Runs "
+        "stand in one group, and so in one table, only if they agree in every setting that results "
+        "depend on but seed and residual path, and in the fingerprints of corpus and tokenizer."
     ]
     parts.append(
         [f"Group {group.name}: {_description(group)}" for group in groups]
@@ -100,9 +100,11 @@ def _description(group: Group) -> str:
     run = group.runs[0]
     value = run.settings
     return (
-        f"{value['model.layers']} blocks of width {value['model.dim']}; corpus {value['data.corpus']}, tokenizer "
-        f"{value['tokenizer.name']}; {value['steps']:,} steps of {value['global_batch']} x {value['model.context']} tokens, "
-        f"{run.tokens:,} in all; {value['precision']}; {value['evaluation.tokens']:,} held-out tokens; {len(group.runs)} runs"
+        f"{value['model.layers']} blocks of width {value['model.dim']}; "
+        f"corpus {value['data.corpus']}, tokenizer {value['tokenizer.name']}; "
+        f"{value['steps']:,} steps of {value['global_batch']} x {value['model.context']} tokens, "
+        f"{run.tokens:,} in all; {value['precision']}; "
+        f"{value['evaluation.tokens']:,} held-out tokens; {len(group.runs)} runs"
     )
 
 

@@ -51,7 +51,7 @@ class Picture:
 
 
 def loss_against_cost(group: Group) -> Picture:
-    """Figure 1: the paper's held-out losses and ours over the compute that the residual path adds."""
+    """Figure 1: held-out loss over the compute that the path adds, the paper's and ours."""
     rows: list[tuple[Any, ...]] = [
         (
             "paper",
@@ -101,7 +101,8 @@ def loss_against_cost(group: Group) -> Picture:
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
     }
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=7, fontsize=8)
-    caption = "Numbers are rows of Table 1; bars are the spread over seeds. The two panels have axes of their own."
+    caption = "Numbers are rows of Table 1; bars are the spread over seeds. "
+    caption += "The two panels have axes of their own."
     caption += f" Without a cost or a finite loss: {', '.join(lacking)}." if lacking else ""
     columns = (
         "whose",
@@ -148,7 +149,8 @@ def loss_curves(group: Group) -> Picture:
     for panel in figure.axes:
         panel.set_xscale("log")
         panel.xaxis.set_major_formatter(EngFormatter(sep=""))
-    caption = "Lines: training loss, averaged over the seeds that a run has and short stretches of steps. Dots: held-out loss. "
+    caption = "Lines: training loss, averaged over the seeds that a run has and short stretches of "
+    caption += "steps. Dots: held-out loss. "
     caption += (
         f"The axis is cut to what comes after the first {EARLY:.0%} of training.{_lacking(lacking)}"
     )
@@ -188,10 +190,9 @@ def loss_differences(group: Group) -> Picture | None:
         low, high = min(0.0, *np.percentile(late, [1, 99])), max(0.0, *np.percentile(late, [1, 99]))
         margin = 0.15 * (high - low) or 0.01
         figure.axes[0].set_ylim(low - margin, high + margin)
-    caption = "Training loss minus the baseline's on the same batch, averaged over seeds and short stretches of steps; below zero is "
-    caption += "better. The axis is cut to what comes after the first 30% of training." + _lacking(
-        lacking
-    )
+    caption = "Training loss minus the baseline's on the same batch, averaged over seeds and short "
+    caption += "stretches of steps; below zero is better. The axis is cut to what comes after the "
+    caption += f"first 30% of training.{_lacking(lacking)}"
     return Picture(
         f"{group.name}_difference",
         "Loss against the baseline",
@@ -220,8 +221,10 @@ def largest_weights(group: Group) -> Picture | None:
     states.
     """
     stated = " and ".join(f"{claim.average} ({claim.method})" for claim in SHARPNESS)
-    caption = "Largest α of a token, averaged over tokens and seeds. Dotted: averages over sites that the Delta paper states, "
-    caption += f"{stated}."
+    caption = (
+        "Largest α of a token, averaged over tokens and seeds. Dotted: averages over sites that "
+    )
+    caption += f"the Delta paper states, {stated}."
     picture = _sites(group, "largest_weight", "Largest α per site", "largest α", caption, "largest")
     for panel in picture.figure.axes if picture else ():
         panel.set_ylim(0, 1.02)
@@ -328,7 +331,7 @@ def _panels(
 
 
 def _scatter(panel: Any, rows: Sequence[tuple[Any, ...]], colors: Mapping[str, Any]) -> None:
-    """(row, residual, blocks, rank, percent, loss, spread) as points with the names of their rows."""
+    """(row, residual, blocks, rank, percent, loss, spread) as points with their rows' names."""
     order = list(colors)
     for _, residual, blocks, _, percent, loss, spread in sorted(
         rows, key=lambda row: (order.index(row[1]), row[2] or 99)

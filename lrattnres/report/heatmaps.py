@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -153,7 +154,7 @@ def _picture(
     kept, rest = list(axes.flat[: len(shown)]), axes.flat[len(shown) :]
     for place, panel in zip(kept, shown, strict=True):
         image = draw_map(place, panel.map, scale)
-        place.set_title(panel.title, fontsize=9, parse_math=False)
+        place.set_title(textwrap.fill(panel.title, 38), fontsize=9, parse_math=False)
         _ticks(place, panel.map)
     for place in rest:
         place.remove()

@@ -37,7 +37,8 @@ def read_history(path: Path) -> list[dict[str, Any]]:
         step = record.get("step")
         if isinstance(step, bool) or not isinstance(step, int | float) or step != step // 1:
             raise HistoryError(
-                f"{file.name} cannot be read: record {number} has no whole number `step`, but {step!r}"
+                f"{file.name} cannot be read: record {number} has no whole number `step`, "
+                f"but {step!r}"
             )
         by_step[int(step)] = by_step.get(int(step), {}) | record | {"step": int(step)}
     return [by_step[step] for step in sorted(by_step)]
@@ -107,7 +108,8 @@ def _csv(file: Path) -> list[dict[str, Any]]:
             continue
         if name in columns and not (name == "step" and "step" in head):
             raise ValueError(
-                f"two columns are of {name}: `{head[columns[name]]}` and `{title}`; export one run a file"
+                f"two columns are of {name}: `{head[columns[name]]}` and `{title}`; "
+                "export one run a file"
             )
         columns[name] = head.index("step") if name == "step" and "step" in head else number
     return [

@@ -81,13 +81,13 @@ def _text(config: InspectConfig, source: TextIO) -> str:
 
 
 def _checked(config: InspectConfig, run: Loaded, tokens: int) -> list[int]:
-    """The sites of the picture over tokens, checked with all else that the run or the text decides."""
+    """The sites of the picture over tokens, checked with all that depends on run and text."""
     model, path, last = run.model.config, run.model.router, 2 * run.model.config.layers + 1
     if not (path.attends or path.linear):
         raise ConfigError(
             [
-                f"run={config.run}: a read of model.residual={model.residual} with these settings is "
-                "no sum of the outputs with one number each; write a run of another path"
+                f"run={config.run}: a read of model.residual={model.residual} with these settings "
+                "is no sum of the outputs with one number each; write a run of another path"
             ]
         )
     first = 2 if path.attends else 1

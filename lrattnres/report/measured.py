@@ -70,11 +70,13 @@ def sharpness(group: Group) -> Table:
         elif entry.attends:
             lacking.append(entry.label)
     notes = [
-        "Few sources leave little to choose from: compare equal N. The claims are of block models at other sizes than ours."
+        "Few sources leave little to choose from: compare equal N. The claims are of block models "
+        "at other sizes than ours."
     ]
     notes += (
         [
-            f"No diagnostics of held-out tokens (eval.py run=… diagnostics=true): {', '.join(lacking)}."
+            "No diagnostics of held-out tokens (eval.py run=… diagnostics=true): "
+            f"{', '.join(lacking)}."
         ]
         if lacking
         else []
@@ -106,8 +108,10 @@ def speed(group: Group) -> Table:
             )
         )
     notes = (
-        "Rates are medians over the logged steps of all seeds. They compare only runs that had the same machine to themselves.",
-        "Memory of a rank is counted from the settings (docs/scaling.md), not measured; `instruments.ranks` records peaks.",
+        "Rates are medians over the logged steps of all seeds. They compare only runs that had the "
+        "same machine to themselves.",
+        "Memory of a rank is counted from the settings (docs/scaling.md), not measured; "
+        "`instruments.ranks` records peaks.",
     )
     columns = (
         "run",
@@ -137,7 +141,7 @@ def _machine(run: Run) -> str:
 
 
 def _memory(run: Run) -> float | None:
-    """Bytes; None for a path or settings of a model that this version of the program does not know."""
+    """Bytes; None for a path, or settings of a model, that this version does not know."""
     if model_of(run) is None:
         return None
     ranks = [

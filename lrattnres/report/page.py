@@ -25,10 +25,14 @@ class Section:
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff }
 body { max-width: 1180px; margin: 2em auto; padding: 0 1.2em }
-h1, h2, h3 { line-height: 1.25 } h2 { margin-top: 2.2em; border-bottom: 1px solid #ccc } h3 { margin-top: 1.8em }
-figure { margin: 1em 0 } img { max-width: 100%; height: auto } figcaption, .note { font-size: 13px; color: #444; max-width: 60em }
-.table { overflow-x: auto } table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums }
-th, td { padding: 3px 9px; border-bottom: 1px solid #ddd; text-align: right; vertical-align: bottom; overflow-wrap: anywhere }
+h1, h2, h3 { line-height: 1.25 } h3 { margin-top: 1.8em }
+h2 { margin-top: 2.2em; border-bottom: 1px solid #ccc }
+figure { margin: 1em 0 } img { max-width: 100%; height: auto }
+figcaption, .note { font-size: 13px; color: #444; max-width: 60em }
+.table { overflow-x: auto }
+table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums }
+th, td { padding: 3px 9px; border-bottom: 1px solid #ddd; text-align: right }
+th, td { vertical-align: bottom; overflow-wrap: anywhere }
 th { border-bottom: 2px solid #888; max-width: 8em; overflow-wrap: normal }
 th:first-child, td:first-child, .text { text-align: left }
 tr.missing { color: #767676 } nav a { margin-right: 1em }
@@ -41,9 +45,11 @@ def html_page(title: str, sections: list[Section], drawings: Mapping[str, bytes]
         f'<a href="#{section.anchor}">{escape(section.heading)}</a>' for section in sections
     )
     body = "".join(_html_section(section, drawings) for section in sections)
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
+    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+    head += f"<title>{escape(title)}</title><style>{STYLE}</style>"
     return (
-        f'<!doctype html>\n<html lang="en"><head>{head}<style>{STYLE}</style></head>\n<body>\n<h1>{escape(title)}</h1>\n'
+        f'<!doctype html>\n<html lang="en"><head>{head}</head>\n'
+        f"<body>\n<h1>{escape(title)}</h1>\n"
         f"<nav>{links}</nav>\n{body}</body></html>\n"
     )
 

@@ -17,6 +17,11 @@ import numpy as np
 
 SOURCE = "source: embedding, or last sub-layer it sums"
 OUTPUT = "output: embedding, or the sub-layer that wrote it"
+CURVES = {
+    "effective_sources": "effective sources",
+    "largest_weight": "largest α",
+    "hidden_norm": "norm of h",
+}
 NOTHING = "#c4c4c4"  # where a site does not read that
 
 
@@ -202,41 +207,29 @@ def source_label(column: int, sites: int) -> str:
     return {0: "emb", sites: "null"}.get(column, str(column))
 
 
-def site_curves(diagnostics: dict[str, Any], title: str, path: Path) -> None:
-    """Effective sources, the largest α and the norm of h against the read site."""
-    figure, axes = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
-    counts = [
-        len(labels) if means else None
-        for labels, means in zip(diagnostics["sources"], diagnostics["mean_weight"], strict=True)
-    ]
-    for panel, (name, label) in zip(
-        axes,
-        (
-            ("effective_sources", "effective sources"),
-            ("largest_weight", "largest α"),
-            ("hidden_norm", "norm of h"),
-        ),
-        strict=True,
-    ):
-        points = [
-            (site, value)
-            for site, value in enumerate(diagnostics[name], start=1)
-            if value is not None
-        ]
-        if points:
-            panel.plot(*zip(*points, strict=True), marker="o", markersize=3, color="#3b6ea5")
-        if name == "effective_sources" and any(counts):
-            available = [
-                (site, count) for site, count in enumerate(counts, start=1) if count is not None
-            ]
-            panel.plot(
-                *zip(*available, strict=True), color="#999999", linestyle=":", label="available"
-            )
+def site_curves(diagnostics: Mapping[str, Any], title: str, path: Path) -> None:
+    """The norm of h against the read site; if it attends, effective sources and largest α."""
+    known = {name: label for name, label in CURVES.items() if _points(diagnostics[name])}
+    figure, axes = plt.subplots(
+        1, len(known), figsize=(1.5 + 3.5 * len(known), 3.6), layout="constrained", squeeze=False
+    )
+    pairs = zip(diagnostics["sources"], diagnostics["mean_weight"], strict=True)
+    available = _points([len(labels) if means else None for labels, means in pairs])
+    for panel, (name, label) in zip(axes[0], known.items(), strict=True):
+        points = zip(*_points(diagnostics[name]), strict=True)
+        panel.plot(*points, marker="o", markersize=3, color="#3b6ea5")
+        if name == "effective_sources" and available:
+            style = {"color": "#999999", "linestyle": ":", "label": "available"}
+            panel.plot(*zip(*available, strict=True), **style)
             panel.legend()
         panel.set(xlabel="read site: sub-layer it feeds, the head last", ylabel=label)
         panel.grid(alpha=0.25)
-    figure.suptitle(title)
+    figure.suptitle(title, parse_math=False)
     save(figure, path)
+
+
+def _points(values: Sequence[float | None]) -> list[tuple[int, float]]:
+    return [(site, value) for site, value in enumerate(values, start=1) if value is not None]
 
 
 def site_name(site: int, head: int) -> str:

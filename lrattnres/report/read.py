@@ -208,7 +208,8 @@ def _settings(path: Path) -> dict[str, Any]:
     ]
     if lacking:
         raise ReportError(
-            f"{path.name}: left out: {file.name} lacks {', '.join(lacking)}; is it whole, and of a training run?"
+            f"{path.name}: left out: {file.name} lacks {', '.join(lacking)}; "
+            "is it whole, and of a training run?"
         )
     return settings
 
@@ -224,7 +225,7 @@ def _refusal(path: Path) -> str:
 
 
 def _optional(path: Path, names: tuple[str, ...], errors: list[str]) -> dict[str, Any]:
-    """The first of the files that is there; {} if none is, or if it is damaged, which is an error."""
+    """The first of the files that is there; {} if there is none, or it is damaged: an error."""
     file = next((path / name for name in names if (path / name).is_file()), None)
     if file is None:
         return {}
@@ -241,7 +242,7 @@ def _optional(path: Path, names: tuple[str, ...], errors: list[str]) -> dict[str
 def _diagnostics(
     path: Path, settings: Mapping[str, Any], records: list[dict[str, Any]], errors: list[str]
 ) -> dict[str, Any] | None:
-    """The newest of evaluation/, else the newest of training, which has no mean α. `of` says which."""
+    """The newest of evaluation/, else of training, which has no mean α. `of` says which."""
     sites = 2 * settings["model.layers"] + 1
     files = sorted(
         path.glob("evaluation/step_*.diagnostics.json"),
@@ -256,7 +257,8 @@ def _diagnostics(
         }
         if step.isdigit() and int(step) != settings["steps"]:
             errors.append(
-                f"its newest diagnostics are of step {int(step)}, not of its last, {settings['steps']}"
+                f"its newest diagnostics are of step {int(step)}, "
+                f"not of its last, {settings['steps']}"
             )
     if not found:
         in_training = [
@@ -269,7 +271,8 @@ def _diagnostics(
         )
     if found and not _whole(found, sites):
         errors.append(
-            f"its diagnostics ({found['of']}) are not those of {sites} read sites; they are not shown"
+            f"its diagnostics ({found['of']}) are not those of {sites} read sites; "
+            "they are not shown"
         )
         return None
     return found

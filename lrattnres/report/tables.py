@@ -82,7 +82,7 @@ OURS = (
 
 
 def other_runs(group: Group) -> Table | None:
-    """What is none of the 20 rows, with our columns and parameters; None if there is no such run."""
+    """What is none of the 20 rows, with added parameters; None if there is no such run."""
     entries = [entry for entry in group.entries if not entry.row]
     rows = [
         (
@@ -104,8 +104,8 @@ def table2(group: Group) -> Table:
     """Gradient norm before clipping, averaged over the steps of training, then over seeds."""
     rows: list[tuple[str, ...]] = []
     notes = [
-        "The norm is that of the whole gradient before it is clipped. The average goes over all finite steps, or over those "
-        "that were logged where the summary has no mean."
+        "The norm is that of the whole gradient before it is clipped. The average goes over all "
+        "finite steps, or over those that were logged where the summary has no mean."
     ]
     taken: list[Entry] = []
     for norm in TABLE2:
@@ -180,7 +180,7 @@ def added_percent(run: Run) -> float | None:
 
 
 def differences(entry: Entry, group: Group) -> list[float]:
-    """Loss minus that of the baseline with the same seed, for every seed that both have, in nats."""
+    """Loss minus that of the baseline, in nats a token, for every seed that both have."""
     base = group.plain.losses if group.plain else {}
     return [loss - base[seed] for seed, loss in entry.losses.items() if seed in base]
 
@@ -226,8 +226,9 @@ def _measured(entry: Entry, group: Group) -> tuple[str, ...]:
 
 def _notes(group: Group) -> list[str]:
     notes = [
-        "Loss: mean over seeds, in nats a token. Spread: sample standard deviation over seeds. Difference: loss minus that of "
-        "the baseline with the same seed, averaged over the seeds that both have."
+        "Loss: mean over seeds, in nats a token. Spread: sample standard deviation over seeds. "
+        "Difference: loss minus that of the baseline with the same seed, averaged over the seeds "
+        "that both have."
     ]
     if group.plain is None:
         notes.append("No difference: there is no finished baseline to compare with.")
@@ -279,7 +280,8 @@ def _norms(entry: Entry, notes: list[str]) -> tuple[str, ...]:
         usable = finite(values)
         if len(usable) < len(values):
             notes.append(
-                f"{run.name}: {len(values) - len(usable)} steps with a norm that is not finite are left out."
+                f"{run.name}: {len(values) - len(usable)} steps with a norm that is not finite are "
+                "left out."
             )
         if usable:
             means.append(statistics.fmean(usable))

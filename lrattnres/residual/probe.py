@@ -25,7 +25,8 @@ class DepthProbe:
 
     Args:
         path: the model's residual path.
-        trace: whether to measure coefficients too, for which the model has to run on `probe.path`.
+        trace: whether to measure coefficients too, for which the model has to run on `probe.path`;
+            a path that is not linear has none.
     """
 
     def __init__(self, path: ResidualPath, *, trace: bool = False):
@@ -36,7 +37,7 @@ class DepthProbe:
             torch.zeros(self.sites, dtype=torch.float64) for _ in range(4)
         )
         self.weights = [torch.zeros(len(found), dtype=torch.float64) for found in self.sources]
-        traced = range(self.sites) if trace else ()
+        traced = range(self.sites) if trace and path.linear else ()
         self.coefficients = [torch.zeros(site + 1, dtype=torch.float64) for site in traced]
 
     @torch.no_grad()
@@ -49,7 +50,7 @@ class DepthProbe:
         hidden = counted(path.hidden(state, site))
         self.tokens[site] += hidden[..., 0].numel()
         self.norm[site] += _total(hidden.float().norm(dim=-1))
-        if isinstance(path, Traced):
+        if self.coefficients:
             self.coefficients[site] += _sum_of_rows(counted(path.coefficients(state, site)))
         weights = path.weights(state, site)
         if weights is None:

@@ -1,4 +1,4 @@
-"""Run folders and W&B exports of a tiny model with chosen figures, written without the package's own writers."""
+"""Run folders and W&B exports of a tiny model with chosen figures, by no writer of its own."""
 
 import json
 from pathlib import Path
@@ -8,15 +8,17 @@ LAYERS, DIM, WIDTH, STEPS = 2, 64, 176, 4  # 16/1024 of this width is a rank of 
 SITES = 2 * LAYERS + 1
 
 CONFIG: dict[str, Any] = {
-    "name": "x", "runs": "/elsewhere", "seed": 0, "steps": STEPS, "global_batch": 2, "micro_batch": 2, "device": "cpu",
-    "precision": "float32", "z_loss": 1e-5,
+    "name": "x", "runs": "/elsewhere", "seed": 0, "steps": STEPS, "global_batch": 2,
+    "micro_batch": 2, "device": "cpu", "precision": "float32", "z_loss": 1e-5,
     "model": {
-        "residual": "baseline", "rank": None, "blocks": None, "layers": LAYERS, "dim": DIM, "heads": 4, "mlp_width": WIDTH,
-        "context": 16, "vocabulary": 257,
+        "residual": "baseline", "rank": None, "blocks": None, "layers": LAYERS, "dim": DIM,
+        "heads": 4, "mlp_width": WIDTH, "context": 16, "vocabulary": 257,
     },
     "data": {"corpus": "files", "root": "/home/somebody/texts", "holdout": 0.05},
     "tokenizer": {"name": "bytes"},
-    "optimizer": {"muon_lr": 0.01, "adam_lr": 0.003, "warmup": 1, "momentum_rise": 0, "momentum_fall": 0},
+    "optimizer": {
+        "muon_lr": 0.01, "adam_lr": 0.003, "warmup": 1, "momentum_rise": 0, "momentum_fall": 0,
+    },
     "checkpoint": {"every": 2}, "evaluation": {"every": 2, "tokens": 64},
 }  # fmt: skip
 
@@ -52,7 +54,7 @@ def records(
 
 
 def diagnostics(peak: float) -> dict[str, Any]:
-    """Of full routing: site t has t sources; each but the first gives `peak` - t/100 to the newest."""
+    """Of full routing: site t has t sources; all but site 1 give `peak` - t/100 to the newest."""
     sources = [["embedding", *map(str, range(1, site))] for site in range(1, SITES + 1)]
     values = [None, *(peak - site / 100 for site in range(2, SITES + 1))]
     means = [
@@ -69,7 +71,7 @@ def diagnostics(peak: float) -> dict[str, Any]:
 
 
 def coefficients(value: float) -> dict[str, Any]:
-    """Diagnostics of a path that does not attend: each site takes `value` of what was written last."""
+    """Of a path that does not attend: each site takes `value` of what was written last."""
     rows = [[*[1.0] * site, value] for site in range(SITES)]
     nothing = [None] * SITES
     return {
@@ -97,7 +99,10 @@ def run_folder(
     lines: list[dict[str, Any]] | None = None,
     **changes: Any,
 ) -> Path:
-    """As training leaves it; `changes` are settings with `__` for a dot. val_loss=None: stopped after step 2."""
+    """As training leaves it; `changes` are settings with `__` for a dot.
+
+    val_loss=None: stopped after step 2.
+    """
     folder.mkdir(parents=True)
     tree = config({key.replace("__", "."): value for key, value in changes.items()})
     # YAML that is JSON too, but for numbers without a point in front of their exponent

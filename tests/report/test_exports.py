@@ -54,7 +54,7 @@ def export(
 
 
 def as_csv(rows: list[dict[str, Any]]) -> str:
-    """As pandas writes it: an index without a name, empty cells for what is missing, whole columns as floats."""
+    """As pandas does: an index without a name, empty cells for gaps, whole columns as floats."""
     names = list(rows[0])
     lines = [["", *names]]
     for number, row in enumerate(rows):
@@ -106,7 +106,8 @@ def test_an_export_of_texts_elsewhere_is_not_taken_for_the_same(tmp_path: Path) 
 
 
 def test_a_chart_of_the_web_page_has_one_metric_and_the_name_of_the_run(tmp_path: Path) -> None:
-    text = '"step","my - run - loss","my - run - loss__MIN","my - run - loss__MAX"\n"1","4.5","4.5","4.5"\n"2","NaN","3","3"\n'
+    text = '"step","my - run - loss","my - run - loss__MIN","my - run - loss__MAX"\n'
+    text += '"1","4.5","4.5","4.5"\n"2","NaN","3","3"\n'
     (tmp_path / "history.csv").write_text(text)
     (first, second) = read_history(tmp_path)
     assert first == {"step": 1, "loss": 4.5} and second["step"] == 2 and math.isnan(second["loss"])

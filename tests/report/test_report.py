@@ -566,9 +566,9 @@ def test_what_training_writes_is_read_as_it_is(tmp_path: Path) -> None:
     assert statistics.fmean(value for _, value in run.series("grad_norm")) == float("inf")
 
 
-@pytest.mark.parametrize("residual", ["p_lr", "baseline", "denseformer"])
+@pytest.mark.parametrize("residual", ["p_lr", "baseline", "denseformer", "frac"])
 def test_what_evaluation_writes_is_read_and_drawn_as_it_is(
-    tmp_path: Path, tiny_model_config, residual: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny_model_config, residual: str
 ) -> None:
     model = build_model(
         tiny_model_config(residual=residual, blocks=2, layers=LAYERS),
@@ -590,8 +590,14 @@ def test_what_evaluation_writes_is_read_and_drawn_as_it_is(
     assert {row[1:3]: row[3] for picture in heatmaps(group) for row in picture.rows}.get(
         (5, "3-4")
     ) == (third if attends else None)
-    taken = {row[1:3]: row[3] for row in coefficient_maps(group).rows}
-    assert taken[5, "embedding"] == taken[5, "4"] == (third if attends else 1)
+    drawn, linear = coefficient_maps(group), residual != "frac"
+    if linear:
+        taken = {row[1:3]: row[3] for row in drawn.rows}
+        assert taken[5, "embedding"] == taken[5, "4"] == (third if attends else 1)
+    else:
+        assert drawn.endswith("no sum of the outputs with one number each: frac.")
     draw_diagnostics(evaluation)
+    assert ("no coefficients: what a site reads" in capsys.readouterr().out) != linear
     pictures = {file.name for file in folder.plots_path.iterdir()}
-    assert pictures == {"coefficients.png", "sites.png"} | ({"depth.png"} if attends else set())
+    expected = {"coefficients.png": linear, "depth.png": attends, "sites.png": True}
+    assert pictures == {name for name, there in expected.items() if there}
