@@ -18,6 +18,7 @@ from lrattnres.config import ConfigError, TrainConfig, option
 from lrattnres.config.checks import DTYPES
 from lrattnres.residual.base import path_of
 from lrattnres.residual.cost import Cost, cost
+from lrattnres.residual.plan import named
 
 HEADS = (
     *("row", "residual", "N", "r", "added FLOPs", "reads", "projections"),
@@ -69,7 +70,7 @@ def row(name: str, config: TrainConfig) -> tuple[str, ...]:
     return (
         name[:2],
         model.residual,
-        str(model.blocks or "full") if path_of(model).attends else "",
+        named(model.blocks) if path_of(model).attends else "",
         str(model.rank or ""),
         f"{price.added_percent:.4f}%",
         *(f"{100 * part / price.core:.4f}%" for part in price.added[1:3]),

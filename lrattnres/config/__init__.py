@@ -20,7 +20,9 @@ from lrattnres.config.machine import Precision as Precision
 from lrattnres.config.model import BlockScale as BlockScale
 from lrattnres.config.model import DepthConfig as DepthConfig
 from lrattnres.config.model import LogitScale as LogitScale
+from lrattnres.config.model import Mixing as Mixing
 from lrattnres.config.model import ModelConfig as ModelConfig
+from lrattnres.config.model import NormScope as NormScope
 from lrattnres.config.model import QKNorm as QKNorm
 from lrattnres.config.model import RopeKind as RopeKind
 from lrattnres.config.model import RopeScaling as RopeScaling

@@ -30,6 +30,17 @@ class Sources(Enum):
     states = "states"
 
 
+class Mixing(Enum):
+    softmax = "softmax"
+    sigmoid = "sigmoid"
+    scalars = "scalars"
+
+
+class NormScope(Enum):
+    head = "head"
+    full = "full"
+
+
 # Of a width or a count inside the model: beyond them nothing could be built.
 COUNT: dict[str, Any] = {"at_least": 1, "at_most": 2**16}
 WIDTH: dict[str, Any] = {"at_least": 1, "at_most": 2**20}
@@ -69,6 +80,19 @@ class DepthConfig:
     embedding_source: bool = option("sites after the first may read the embedding", True)
     sources: Sources = option(
         "outputs (and sums of them), or states: o_0 + Σ o_i after each block", Sources.outputs
+    )
+    mixing: Mixing = option(
+        "weights: softmax over the sources, sigmoid of each logit, or scalars (learned, without "
+        "queries and keys)",
+        Mixing.softmax,
+    )
+    window: int | None = option(
+        "sources: the embedding and so many of the newest blocks; null: all", None, **COUNT
+    )
+    norm_scope: NormScope = option(
+        "of several heads: each head's slice of a key is normalised by itself (head), or the key "
+        "before it is cut (full)",
+        NormScope.head,
     )
 
 
@@ -112,8 +136,10 @@ class ModelConfig:
     rank: int | None = option(
         "width r of a routing key, 1..dim; null where the path has no key of its own"
     )
-    blocks: int | None = option(
-        "number N of depth blocks, 1..2*layers; null: every sub-layer is a source"
+    blocks: Any = option(
+        "number N of depth blocks, 1..2*layers, or how many sub-layers each has, such as [1,1,2,4]; "
+        "null: every sub-layer is a source",
+        kind=int | list[int] | None,
     )
     routing: Routing | None = option(
         "how the mixture is used: replace the stream or add to it; null: as published", None

@@ -40,6 +40,7 @@ def option(
     above: float | None = None,
     below: float | None = None,
     may_change: bool = False,
+    kind: Any = None,
 ) -> Any:
     """A setting: a field of a dataclass with what is known of it.
 
@@ -51,11 +52,13 @@ def option(
         at_most, below: upper bound of a number, included or excluded.
         may_change: a run may be continued with another value; what it computes then differs by
             rounding at most.
+        kind: the type of a field that is annotated as Any, since OmegaConf has no union with lists.
     """
     limits = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
     metadata = {
         "help": help,
         "may_change": may_change,
+        "kind": kind,
         "limits": {name: limit for name, limit in limits.items() if limit is not None},
     }
     if isinstance(default, type):
@@ -75,7 +78,7 @@ def fields_of(schema: type, prefix: str = "") -> Leaves:
     leaves: Leaves = {}
     hints = get_type_hints(schema)
     for item in dataclasses.fields(schema):
-        key, kind = prefix + item.name, hints[item.name]
+        key, kind = prefix + item.name, item.metadata.get("kind") or hints[item.name]
         if dataclasses.is_dataclass(kind):
             leaves |= fields_of(kind, key + ".")  # type: ignore[arg-type]
         else:
@@ -288,7 +291,8 @@ def _assign(target: Any, key: str, value: Any, kind: Any) -> str | None:
     number_for_text = str in kinds and isinstance(value, (int, float, bool))
     truth_for_number = isinstance(value, bool) and bool not in kinds
     null = value is None and type(None) not in kinds
-    if not (text_for_number or (truth_for_number and not number_for_text) or null):
+    many = len(kinds) > 2 and not any(_is_one(value, part) for part in kinds)
+    if not (text_for_number or (truth_for_number and not number_for_text) or null or many):
         try:
             OmegaConf.update(target, key, str(value) if number_for_text else value)
             return None
@@ -301,3 +305,11 @@ def _assign(target: Any, key: str, value: Any, kind: Any) -> str | None:
     )
     hint = hint or ("; write true or false" if kinds == (bool,) else "")
     return f"{key}={value}: must be {expected(kind)}{hint}"
+
+
+def _is_one(value: Any, kind: Any) -> bool:
+    """Whether a value is of one type of a union with lists."""
+    if get_origin(kind) is not list:
+        return type(value) is kind
+    (item,) = get_args(kind)
+    return isinstance(value, Sequence) and all(type(one) is item for one in value)

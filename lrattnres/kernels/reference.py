@@ -29,15 +29,18 @@ def rms_norm(x: Tensor, eps: float = EPSILON) -> Tensor:
 
 
 class Scoring(NamedTuple):
-    """How a key is scored; the defaults are what every kernel computes. normalize: score
-    RMSNorm(key), else the key.
+    """How a key is scored; the defaults are what every kernel computes.
 
-    heads: query, key and value are cut into as many equal slices, each with a softmax of its own
-    over the sources; a slice of the key is normalised by itself, and the mixtures lie side by side.
+    Args:
+        normalize: score RMSNorm(key), else the key.
+        heads: query, key and value are cut into as many equal slices, each with a softmax of its
+            own over the sources; the mixtures lie side by side.
+        whole: a key is normalised before it is cut; else each slice by itself.
     """
 
     normalize: bool = True
     heads: int = 1
+    whole: bool = False
 
     def split(self, x: Tensor) -> Tensor:
         """[..., heads, width / heads] of [..., width]; one head is left without a dimension of its
@@ -67,14 +70,16 @@ def depth_logits(query: Tensor, keys: Sequence[Tensor], scoring: Scoring = PLAIN
     `depth_weights`.
     """
     logits, query = [], scoring.split(query)
-    for key in map(wide, map(scoring.split, keys)):
+    for whole in map(wide, keys):
+        key = scoring.split(whole)
         # The dot product is scaled, not the key: only a scalar a token, and no normalised key is
         # kept.
-        scale = (
-            torch.rsqrt(torch.linalg.vecdot(key, key) / key.shape[-1] + EPSILON)
-            if scoring.normalize
-            else None
-        )
+        scale = None
+        if scoring.normalize:
+            part = whole if scoring.whole else key
+            scale = torch.rsqrt(torch.linalg.vecdot(part, part) / part.shape[-1] + EPSILON)
+            if scoring.whole and scoring.heads > 1:
+                scale = scale.unsqueeze(-1)
         logit = (
             key @ query.to(key.dtype)
             if query.dim() == 1

@@ -18,8 +18,8 @@ from lrattnres.model.attention import AttentionBackend
 
 
 class Cache:
-    """Keys and values of every attention sub-layer, [B, S, heads, head_dim] each, of B windows of
-    at most S tokens.
+    """Keys and values by attention sub-layer, [B, S, heads, head_dim] each, of B windows of at most
+    S tokens. A sub-layer that uses the values of another one keeps keys only.
 
     lengths: how many tokens each window has, on the CPU; documents: the number of the document at
     each position, int32 [B, S], counted up from 0 by the separators. Nothing beyond a window's
@@ -30,7 +30,8 @@ class Cache:
         self.size = size
         self.lengths = torch.zeros(batch, dtype=torch.int64)
         self.documents = torch.zeros(batch, size, dtype=torch.int32, device=device)
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
 
     def select(self, rows: Sequence[int]) -> Cache:
         """A cache of these windows only, in this order; a window may be taken more than once."""
@@ -39,9 +40,8 @@ class Cache:
         kept.lengths = self.lengths[chosen]
         chosen = chosen.to(self.documents.device)
         kept.documents = self.documents[chosen]
-        kept.layers = {
-            site: (keys[chosen], values[chosen]) for site, (keys, values) in self.layers.items()
-        }
+        kept.keys = {site: keys[chosen] for site, keys in self.keys.items()}
+        kept.values = {site: values[chosen] for site, values in self.values.items()}
         return kept
 
     def place(self, opens: Tensor, counts: Tensor, *, restarts: bool) -> Place:
@@ -67,25 +67,37 @@ class Cache:
             seen = self.documents[:, :needed]
             visible &= seen.unsqueeze(1) == self.documents[rows, positions].unsqueeze(-1)
         self.lengths = self.lengths + counts
-        return Place(rows, positions, visible.unsqueeze(1), self, None)
+        return Place(rows, positions, visible.unsqueeze(1), self, None, None)
 
-    def put(self, site: int, place: Place, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores the new tokens of one sub-layer; returns all that any of them may see, [B, seen,
-        heads, head_dim].
+    def put(self, place: Place, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores the new tokens of one sub-layer; values only if they are its own.
+
+        Returns:
+            All keys and values that any of the tokens may see, [B, seen, heads, head_dim].
         """
-        if site not in self.layers:
-            shape = (key.shape[0], self.size, *key.shape[2:])
-            self.layers[site] = key.new_zeros(shape), value.new_zeros(shape)
+        assert place.site is not None and place.values is not None
         seen = place.visible.shape[-1]
-        for store, new in zip(self.layers[site], (key, value), strict=True):
-            store[place.rows, place.positions] = new
-        keys, values = self.layers[site]
-        return keys[:, :seen], values[:, :seen]
+        if place.values == place.site:
+            self._write(self.values, place, place.site, value)
+        self._write(self.keys, place, place.site, key)
+        return self.keys[place.site][:, :seen], self.values[place.values][:, :seen]
+
+    def _write(self, stores: dict[int, Tensor], place: Place, site: int, new: Tensor) -> None:
+        if site not in stores:
+            stores[site] = new.new_zeros((new.shape[0], self.size, *new.shape[2:]))
+        stores[site][place.rows, place.positions] = new
 
 
 class Place(NamedTuple):
-    """The mask of new tokens. rows [B, 1], positions [B, t], visible: bool [B, 1, t, seen]; site:
-    the sub-layer.
+    """The mask of new tokens.
+
+    Args:
+        rows: int64 [B, 1], the windows.
+        positions: int64 [B, t], where the tokens stand in them.
+        visible: bool [B, 1, t, seen].
+        cache: where their keys and values are kept.
+        site: the sub-layer that attends.
+        values: the sub-layer whose values it uses.
     """
 
     rows: Tensor
@@ -93,11 +105,11 @@ class Place(NamedTuple):
     visible: Tensor
     cache: Cache
     site: int | None
+    values: int | None
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, place: Place) -> Tensor:
-    assert place.site is not None
-    keys, values = place.cache.put(place.site, place, key, value)
+    keys, values = place.cache.put(place, key, value)
     query, keys, values = (part.transpose(1, 2) for part in (query, keys, values))
     shared = keys.shape[1] != query.shape[1]  # fewer heads of keys than of queries
     return F.scaled_dot_product_attention(

@@ -75,9 +75,9 @@ class Decoder:
         rotation = cosines[place.positions], sines[place.positions]
         state = model.router.begin(model.embedding(tokens).to(model.dtype))
         for site in range(len(model.sublayers)):
-            state = model.step(
-                model.router, state, site, Context(place._replace(site=site), rotation)
-            )
+            values = model.router.value_site(model.config, site)
+            context = Context(place._replace(site=site, values=values), rotation)
+            state = model.step(model.router, state, site, context)
         return model.last_read(model.router, state)
 
 

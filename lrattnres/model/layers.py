@@ -17,7 +17,8 @@ from lrattnres.kernels.reference import rms_norm
 from lrattnres.model.attention import AttentionBackend, Mask
 from lrattnres.residual.base import Read
 
-Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Raw = tuple[Tensor, Tensor | None]  # keys and values
+Change = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
 
 class Context(NamedTuple):
@@ -129,13 +130,17 @@ class Attention(nn.Module):
         config: the model's.
         emit_dim: columns that the output projection has beyond d.
         backend: how it is computed; see model/attention.py.
+        values: whether it makes values; else the residual path brings them.
     """
 
-    def __init__(self, config: ModelConfig, emit_dim: int, backend: AttentionBackend):
+    def __init__(
+        self, config: ModelConfig, emit_dim: int, backend: AttentionBackend, values: bool = True
+    ):
         super().__init__()
         self.config, self.backend = config, backend
         self.width = config.head_width
-        self.heads = (config.heads, config.value_heads, config.value_heads)  # of q, k, v
+        kept = config.value_heads
+        self.heads = (config.heads, kept, kept) if values else (config.heads, kept)  # of q, k, v
         self.gain = gain(config.dim, config.gains)
         self.input = Linear(config.dim, sum(self.heads) * self.width)
         gains = config.qk_norm is QKNorm.gains
@@ -144,7 +149,7 @@ class Attention(nn.Module):
 
     def forward(
         self, read: Read, context: Context, change: Change | None = None
-    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    ) -> tuple[Tensor, Raw | None]:
         """What the sub-layer writes, [B, T, d + emit_dim].
 
         Args:
@@ -154,7 +159,8 @@ class Attention(nn.Module):
                 head_dim]; if it is
                 given, these are returned too.
         """
-        query, key, value = self.project(read)
+        query, key, *values = self.project(read)
+        value = values[0] if values else None
         raw = None
         if change is not None:
             raw = (key, value)
@@ -178,7 +184,7 @@ class Attention(nn.Module):
         inputs = [read.x if part is None else part for part in read]
         return tuple(
             F.linear(self.gain(part), weight.to(part.dtype)).unflatten(-1, (-1, self.width))
-            for part, weight in zip(inputs, rows, strict=True)
+            for part, weight in zip(inputs[: len(rows)], rows, strict=True)
         )
 
 

@@ -49,8 +49,9 @@ class Transformer(nn.Module):
         emit = self.router.emit_dim
         self.embedding = nn.Embedding(config.vocabulary, config.dim)
         self.sublayers = nn.ModuleList()
-        for _ in range(config.layers):
-            self.sublayers.append(Attention(config, emit, attention))
+        for site in range(0, 2 * config.layers, 2):
+            values = self.router.value_site(config, site) == site
+            self.sublayers.append(Attention(config, emit, attention, values))
             self.sublayers.append(SwiGLU(config, emit))
         self.final = gain(config.dim, config.gains)
         self.head = (

@@ -7,19 +7,35 @@ everything here is the definition in attention.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lrattnres.config import BlockScale, LogitScale, ModelConfig, Sources
-from lrattnres.kernels.reference import Scoring, depth_weights, rms_norm, weighted_sum
+from lrattnres.config import (
+    BlockScale,
+    DepthConfig,
+    LogitScale,
+    Mixing,
+    ModelConfig,
+    NormScope,
+    Sources,
+)
+from lrattnres.kernels.reference import (
+    Scoring,
+    depth_logits,
+    depth_weights,
+    rms_norm,
+    weighted_sum,
+    wide,
+)
 from lrattnres.residual.attention import AttentionResiduals, State
 from lrattnres.residual.base import Added, Role, changed, normal
 from lrattnres.residual.keys import Source
-from lrattnres.residual.plan import plan_of
+from lrattnres.residual.plan import DepthPlan, ends_of, plan_of
 
 # The value of a depth block of n outputs, as a share of their sum.
 BLOCK_SCALES = {
@@ -59,14 +75,21 @@ class Ablated(AttentionResiduals):
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         depth, plan, rank = config.depth, self.plan, self.rank
-        count = sum(map(bool, plan.sources(plan.sublayers)))
+        count = kept_sources(plan, plan.sublayers)
         self.ablations = Parameters(
             torch.zeros(plan.sublayers, rank, self.dim) if depth.input_queries else None,
             torch.ones(count) if depth.learned_scale else None,
         )
         self.gates = nn.Parameter(torch.zeros(plan.sublayers)) if config.gate else None
         self.heads = depth.heads
-        self.scoring = Scoring(depth.key_norm, depth.heads)
+        self.scoring = Scoring(depth.key_norm, depth.heads, depth.norm_scope is NormScope.full)
+        self.mixing, self.attends = depth.mixing, depth.mixing is Mixing.softmax  # type: ignore[misc]
+        if depth.mixing is Mixing.scalars:
+            self.queries = None  # type: ignore[assignment]
+            sizes = [len(plan.sources(site)) for site in plan.sites[1:]]
+            self.weight = nn.ParameterDict(
+                {str(site): torch.zeros(size) for site, size in enumerate(sizes, start=1)}
+            )
         self.block_scale = BLOCK_SCALES[depth.block_scale]
         self.logit_scale = LOGIT_SCALES[depth.logit_scale](rank // depth.heads)
         if not plan.embedding and not plan.states:
@@ -93,7 +116,11 @@ class Ablated(AttentionResiduals):
         state = super().received(state, site, newest)
         if self.completes(site):
             *before_it, last = state.sources
-            return state._replace(sources=(*before_it, self.scaled(last, site)))
+            state = state._replace(sources=(*before_it, self.scaled(last, site)))
+        if self.plan.window is not None:  # what has left the window is not read again
+            first, *blocks = state.sources
+            left = len(blocks) + (state.partial is not None) - self.plan.window
+            state = state._replace(sources=(first, *blocks[max(left, 0) :]))
         return state
 
     def scaled(self, source: Source, site: int) -> Source:
@@ -102,9 +129,8 @@ class Ablated(AttentionResiduals):
         factor, value = self.block_scale(len(sources[-1])), source.value
         scales = self.ablations.source_scales
         if scales is not None and (site > 0 or self.plan.embedding):
-            wide = value if value.dtype == torch.float64 else value.float()
-            scale = factor * scales[sum(map(bool, sources)) - 1]
-            return source._replace(value=(wide * scale).to(value.dtype))
+            scale = factor * scales[kept_sources(self.plan, site) - 1]
+            return source._replace(value=(wide(value) * scale).to(value.dtype))
         return source if factor == 1 else source._replace(value=factor * value)
 
     def sources(self, state: State, site: int) -> tuple[Source, ...]:
@@ -129,8 +155,15 @@ class Ablated(AttentionResiduals):
         return self.used(state, site, mixture)
 
     def attend(self, site: int, sources: tuple[Source, ...]) -> Tensor:
+        """α of the mixing that is set, float32 [..., sources], or [sources] of scalars."""
+        if self.mixing is Mixing.scalars:
+            return wide(self.weight[str(site)])
         keys = [self.rule.key(source, self.rank, self.dim) for source in sources]
-        return depth_weights(self.query(site, sources[-1]), keys, self.scoring)
+        mixed = depth_weights if self.mixing is Mixing.softmax else sigmoid_weights
+        return mixed(self.query(site, sources[-1]), keys, self.scoring)
+
+    def weights(self, state: State, site: int) -> Tensor | None:
+        return super().weights(state, site) if self.attends else None
 
     def query(self, site: int, newest: Source) -> Tensor:
         """q_t, or q_t + W_t·RMSNorm(v) of the newest source v: [r] or [..., r], with the factor of
@@ -159,6 +192,8 @@ class Ablated(AttentionResiduals):
     @classmethod
     def roles(cls, config: ModelConfig) -> dict[str, Role]:
         depth, plan, roles = config.depth, plan_of(config), super().roles(config)
+        if depth.mixing is Mixing.scalars:
+            roles = {"weight.*": Role("adam", False, mean)}
         if depth.query_std:
             roles["queries"] = Role("adam", False, normal(depth.query_std))
         if depth.input_queries:
@@ -178,9 +213,14 @@ class Ablated(AttentionResiduals):
         unread = rank * dim if cls.rule.emits and not (plan.embedding or plan.states) else 0
         queries = plan.sublayers * rank * dim if depth.input_queries else 0
         gates = plan.sublayers if config.gate else 0
-        scales = sum(map(bool, plan.sources(plan.sublayers))) if depth.learned_scale else 0
+        scales = kept_sources(plan, plan.sublayers) if depth.learned_scale else 0
         scaled = depth.learned_scale or depth.block_scale is not BlockScale.sum
         factors = dim * (plan.sublayers + plan.embedding) if scaled else 0
+        if depth.mixing is Mixing.scalars:
+            added = added._replace(
+                parameters=added.parameters - plan.sublayers * rank + plan.reads,
+                mixing=dim * plan.reads,
+            )
         return added._replace(
             parameters=added.parameters - unread + queries + gates + scales,
             projections=added.projections - unread + queries + factors + gates * dim,
@@ -205,6 +245,43 @@ class Ablated(AttentionResiduals):
                 "no sums of blocks; write model.depth.block_scale=sum, or model.depth.sources=outputs"
             )
 
+        if depth.mixing is not Mixing.softmax:
+            yield from cls.mixing_errors(config)
+
+    @classmethod
+    def mixing_errors(cls, config: ModelConfig) -> Iterator[str]:
+        """What a mixing without a softmax has no place for."""
+        given, mixing = changed(config.depth), config.depth.mixing.name
+        unused = {"null_source": "a source without a value changes nothing without a softmax"}
+        if config.depth.mixing is Mixing.scalars:
+            if cls.rule.ranked:
+                yield (
+                    f"model.depth.mixing=scalars: there are no keys, so model.residual={cls.residual} "
+                    "would not differ from attn_res; write model.residual=attn_res"
+                )
+            scored = ("key_norm", "logit_scale", "query_std", "heads", "input_queries", "norm_scope")
+            unused |= dict.fromkeys(scored, "there are no queries and keys")
+        for name in [name for name in unused if name in given]:
+            yield (
+                f"{given[name]}: {unused[name]} with model.depth.mixing={mixing}; leave "
+                f"model.depth.{name} out, or write model.depth.mixing=softmax"
+            )
+
+    @classmethod
+    def settled(cls, config: ModelConfig) -> tuple[ModelConfig, list[str]]:
+        config, notes = super().settled(config)
+        depth, count = config.depth, len(ends_of(config.blocks, 2 * config.layers))
+        without = {}
+        if depth.window is not None and depth.window >= count:
+            without["window"] = f"{count} depth blocks"
+        if depth.norm_scope is NormScope.full and (depth.heads == 1 or not depth.key_norm):
+            without["norm_scope"] = "one head" if depth.heads == 1 else "keys without a norm"
+        for name, why in without.items():
+            setting = changed(depth)[name]
+            notes.append(f"{setting} has no meaning for {why}: recorded as the default")
+        usual = {name: getattr(DepthConfig(), name) for name in without}
+        return replace(config, depth=replace(depth, **usual)), notes
+
     @classmethod
     def beyond_kernels(cls, config: ModelConfig) -> list[str]:
         beyond = [
@@ -213,6 +290,21 @@ class Ablated(AttentionResiduals):
             if name not in WITH_ANY_KERNEL
         ]
         return super().beyond_kernels(config) + beyond
+
+
+def kept_sources(plan: DepthPlan, site: int) -> int:
+    """The embedding and the depth blocks that are there at a site, in or out of its window."""
+    return (plan.embedding or site == 0) + len(plan.written(site))
+
+
+def sigmoid_weights(query: Tensor, keys: Sequence[Tensor], scoring: Scoring) -> Tensor:
+    """σ(query · RMSNorm(key)) of every source: as `depth_weights`, but each by itself."""
+    return torch.sigmoid(depth_logits(query, keys, scoring))
+
+
+def mean(shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """A start: the weights of a mean."""
+    return torch.full(shape, 1 / shape[0])
 
 
 @cache

@@ -18,7 +18,7 @@ once.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -30,7 +30,7 @@ from lrattnres.kernels.backends import DepthKernels
 from lrattnres.kernels.reference import depth_weights, rms_norm, weighted_sum
 from lrattnres.residual.base import Added, ResidualPath, Role, changed, normal
 from lrattnres.residual.keys import PROJECTED, SLICED, VALUE, KeyRule, Source
-from lrattnres.residual.plan import plan_of
+from lrattnres.residual.plan import ends_of, error_of, named, plan_of
 
 
 class State(NamedTuple):
@@ -188,7 +188,7 @@ class AttentionResiduals(ResidualPath):
     @classmethod
     def errors(cls, config: ModelConfig) -> Iterator[str]:
         yield from super().errors(config)
-        rank, blocks, most = config.rank, config.blocks, 2 * config.layers
+        rank = config.rank
         if cls.rule.ranked and rank is None:
             yield (
                 f"model.rank=null: {config.residual} needs a key width; "
@@ -196,18 +196,19 @@ class AttentionResiduals(ResidualPath):
             )
         elif cls.rule.ranked and rank is not None and not 1 <= rank <= config.dim:
             yield f"model.rank={rank}: must be between 1 and model.dim={config.dim}"
-        if blocks is not None and not 1 <= blocks <= most:
-            yield (
-                f"model.blocks={blocks}: must be between 1 and 2*model.layers={most}, "
-                "the number of sub-layers; null makes every sub-layer a source"
-            )
+        if error := error_of(config.blocks, 2 * config.layers):
+            yield error
 
     @classmethod
     def settled(cls, config: ModelConfig) -> tuple[ModelConfig, list[str]]:
         config, notes = super().settled(config)
-        published = DepthConfig().block_scale
-        single = config.blocks in (None, 2 * config.layers)
-        if single and config.depth.block_scale is not published:
+        published, most = DepthConfig().block_scale, 2 * config.layers
+        ends = ends_of(config.blocks, most)
+        if isinstance(config.blocks, Sequence) and ends == ends_of(len(ends), most):
+            sizes = ",".join(map(str, config.blocks))
+            notes.append(f"model.blocks=[{sizes}]: recorded as {len(ends)}, the same depth blocks")
+            config = dataclasses.replace(config, blocks=len(ends))
+        if len(ends) == most and config.depth.block_scale is not published:
             setting = changed(config.depth)["block_scale"]
             notes.append(
                 f"{setting} has no meaning for depth blocks of one sub-layer: recorded as the default"
@@ -230,12 +231,12 @@ class AttentionResiduals(ResidualPath):
     @classmethod
     def label(cls, config: ModelConfig) -> list[str]:
         routing = [config.routing.name] if config.routing else []
-        blocks = f"N{config.blocks}" if config.blocks else "full"
-        return [*routing, blocks, *([f"r{config.rank}"] if config.rank else [])]
+        blocks = named(config.blocks)
+        return [*routing, f"N{blocks}" if config.blocks else blocks, *([f"r{config.rank}"] if config.rank else [])]
 
     @classmethod
     def description(cls, config: ModelConfig) -> str:
-        blocks = f"{config.blocks} blocks" if config.blocks else "every sub-layer a source"
+        blocks = f"{named(config.blocks)} blocks" if config.blocks else "every sub-layer a source"
         rank = f"rank {cls.rule.rank(config.rank, config.dim)}"
         routing = [f"routing={config.routing.name}"] if config.routing else []
         gate = ["gated"] if config.gate else []

@@ -175,11 +175,18 @@ class ResidualPath(nn.Module):
         return Read(rms_norm(self.hidden(state, site), self.eps))
 
     def keys_values(
-        self, state: State, site: int, key: Tensor, value: Tensor
+        self, state: State, site: int, key: Tensor, value: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The keys and values [B, T, heads, head_dim] that attention uses in place of its raw ones,
-        if `keeps`.
+        """The keys and values that attention uses in place of its raw ones, if the path `keeps`.
+
+        Args:
+            state: what `read` was given.
+            site: which sub-layer, from 0.
+            key: [B, T, heads, head_dim].
+            value: the same; None where `value_site` is another sub-layer, for then this one makes
+                none.
         """
+        assert value is not None
         return key, value
 
     def weights(self, state: State, site: int) -> Tensor | None:
@@ -221,6 +228,13 @@ class ResidualPath(nn.Module):
             ConfigError: with every unknown key, wrong type and value out of bounds.
         """
         return parse_options(cls.Options, config.path, "model.path")
+
+    @classmethod
+    def value_site(cls, config: ModelConfig, site: int) -> int:
+        """The sub-layer whose values the attention of sub-layer `site` uses: its own, or an earlier
+        one's. Then it has no projection of its own for them, and decoding keeps them once.
+        """
+        return site
 
     @classmethod
     def roles(cls, config: ModelConfig) -> dict[str, Role]:

@@ -69,7 +69,7 @@ def test_in_bfloat16_a_whole_model_decodes_to_its_rounding(
     pieces = tokens.split([9, *[1] * 15], dim=1)
     found = torch.cat([decoder.head(decoder.feed(cache, piece)) for piece in pieces], dim=1).float()
     expected = whole(model, tokens).float()
-    assert all(keys.dtype is torch.bfloat16 for keys, _ in cache.layers.values())
+    assert all(keys.dtype is torch.bfloat16 for keys in cache.keys.values())
     assert (found - expected).norm() < 2e-2 * expected.norm()
 
 

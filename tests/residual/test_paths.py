@@ -69,7 +69,7 @@ def test_it_starts_as_it_says(residual: str) -> None:
     for name, value in model.state_dict().items():
         if name in state:
             cut = value[:rows] if name.endswith("output.weight") else value
-            state[name].copy_(cut)
+            state[name][: len(cut)].copy_(cut)
     start = path_of(model.config).start
     if start == "bits":
         assert torch.equal(logits_of(model), logits_of(plain))
@@ -88,25 +88,33 @@ def test_gradients_are_those_of_finite_differences(residual: str) -> None:
     names = [name for name, _ in path.named_parameters()]
     widths = [path.dim, *[path.dim + path.emit_dim] * 6]
     outputs = [torch.randn(2, width, generator=generator, dtype=torch.float64) for width in widths]
-    leaves = [*outputs, *(parameter.detach() for parameter in path.parameters())]
+    heads = torch.randn(3, 2, 2, 2, 4, generator=generator, dtype=torch.float64)  # raw, by block
+    leaves = [*outputs, heads, *(parameter.detach() for parameter in path.parameters())]
 
     class Reads(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.path = path
 
-        def forward(self, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            *outputs, heads = inputs
             state, found = path.begin(outputs[0]), []
             for site, output in enumerate(outputs[1:]):
                 found += [part for part in path.read(state, site) if part is not None]
-                state = path.write(state, site, output)
+                raw = None
+                if path.keeps and site % 2 == 0:
+                    key, value = heads[site // 2]
+                    own = path.value_site(path.config, site) == site
+                    raw = (key, value if own else None)
+                    found += path.keys_values(state, site, *raw)
+                state = path.write(state, site, output, raw)
             return (*found, path.read(state, len(outputs) - 1).x)
 
     reads = Reads()
 
     def function(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        given = dict(zip([f"path.{name}" for name in names], inputs[7:], strict=True))
-        return torch.func.functional_call(reads, given, inputs[:7])
+        given = dict(zip([f"path.{name}" for name in names], inputs[8:], strict=True))
+        return torch.func.functional_call(reads, given, inputs[:8])
 
     leaves = [leaf.clone().requires_grad_() for leaf in leaves]
     assert torch.autograd.gradcheck(function, leaves, fast_mode=True, atol=1e-6)

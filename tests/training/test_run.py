@@ -92,17 +92,17 @@ def test_a_chosen_step_names_the_later_checkpoints_and_keeps_them(
 def test_a_gap_in_the_metrics_is_said(command, tmp_path: Path, capsys, damage, says: str) -> None:
     assert command()
     run, metrics = tmp_path / "runs" / "run", tmp_path / "runs" / "run" / "metrics.jsonl"
-    assert not read_run(run).faults
+    assert not read_run(run).errors
     whole = metrics.read_bytes().splitlines(keepends=True)
     metrics.write_bytes(b"".join(damage(whole)))
     if len(damage(whole)) != 2:
-        (fault,) = read_run(run).faults
-        assert says in fault
+        (error,) = read_run(run).errors
+        assert says in error
     (run / "summary.json").unlink()
     shutil.rmtree(run / "checkpoints" / "step_000008")
     if len(damage(whole)) == 2:  # as the checkpoint knows
-        (fault,) = read_run(run).faults
-        assert says in fault
+        (error,) = read_run(run).errors
+        assert says in error
     capsys.readouterr()
     assert command()
     assert says in capsys.readouterr().out
