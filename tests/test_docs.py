@@ -106,6 +106,36 @@ def laurel_parts(config: ModelConfig) -> dict[str, int]:
     return {"rw": "rw" in parts, "R": rank, "B": back, "P": past}
 
 
+def mudd_weights(config: ModelConfig) -> dict[str, int]:
+    weights = maps = 0
+    for b in range(1, config.layers + 1):
+        ways = config.path.get("ways", 4) if b < config.layers else 1
+        rows = ways * (b + 1) * (4 if b == config.layers else 1)
+        weights += ways * (b + 1)
+        maps += 64 * (rows // 64 + 1) * (config.dim + ways * (b + 1))
+    return {"A": weights, "V": maps}
+
+
+def dca_sources(config: ModelConfig) -> dict[str, int]:
+    version, last = config.path.get("version", 3), config.path.get("last") or config.layers
+    ways = [config.path.get("ways", 3)] * config.layers + [1]
+    sources = [min(b, last + 2) for b in range(1, config.layers + 2)]
+    pairs = sum(w * s for w, s in zip(ways, sources, strict=True))
+    dynamic = version == 3
+    channels = 1 if version == 1 else config.dim
+    return {"P": pairs, "Q": sum(ways), "s": max(sources[:-1]), "c": channels, "D": dynamic}
+
+
+def lambdas_scalars(config: ModelConfig) -> dict[str, int]:
+    unet, backout = (config.path.get(name, False) for name in ("unet", "backout"))
+    half, waiting, most = config.layers // 2, 0, 0
+    for block in range(config.layers):
+        waiting -= unet and block >= config.layers - half
+        most = max(most, waiting + (backout and block > half))
+        waiting += unet and block < half
+    return {"W": 2 * config.layers + unet * half + backout, "Y": most}
+
+
 SIGNS = {
     "denseformer": denseformer_averages,
     "laurel": laurel_parts,
@@ -117,6 +147,12 @@ SIGNS = {
     "highway": lambda config: {
         "W": config.dim if config.path.get("gate") == "vector" else 1,
     },
+    "mudd": mudd_weights,
+    "dca": dca_sources,
+    "lambdas": lambdas_scalars,
+    "resformer": lambda config: {"X": config.layers - 1, "w": config.dim},
+    "svformer": lambda config: {"w": config.dim},
+    "lime": lambda config: {"R": config.heads, "e": config.dim // config.heads},
 }
 
 
@@ -137,7 +173,7 @@ def computed(formula: str, config: ModelConfig) -> int:
     plan = plan_of(config)
     signs = {"L": config.layers, "M": 2 * config.layers, "d": config.dim, "m": config.mlp_width}
     signs |= {"r": config.rank, "S": plan.reads, "K": plan.retained}
-    signs |= vars(path_of(config).options_of(config))
+    signs |= {"max": max} | vars(path_of(config).options_of(config))
     signs |= SIGNS.get(config.residual, lambda config: {})(config)
     return eval(formula.replace("·", "*").replace("²", "**2"), {}, signs)
 

@@ -137,7 +137,7 @@ class ModelConfig:
         "width r of a routing key, 1..dim; null where the path has no key of its own"
     )
     blocks: Any = option(
-        "number N of depth blocks, 1..2*layers, or how many sub-layers each has, such as [1,1,2,4]; "
+        "number N of depth blocks, 1..2*layers, or how many sub-layers each has: [1,1,2,4]; "
         "null: every sub-layer is a source",
         kind=int | list[int] | None,
     )

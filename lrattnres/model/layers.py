@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from lrattnres.config import ModelConfig, QKNorm, RopeKind, RopeScaling
 from lrattnres.kernels.reference import rms_norm
 from lrattnres.model.attention import AttentionBackend, Mask
-from lrattnres.residual.base import Read
+from lrattnres.residual.base import Raw, Read
 
-Raw = tuple[Tensor, Tensor | None]  # keys and values
 Change = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
 
@@ -165,6 +164,7 @@ class Attention(nn.Module):
         if change is not None:
             raw = (key, value)
             key, value = change(key, value)
+        assert value is not None
         if self.config.qk_norm is not QKNorm.none:
             query, key = (rms_norm(part, self.config.norm_eps) for part in (query, key))
         query, key = self.query_gain(query), self.key_gain(key)

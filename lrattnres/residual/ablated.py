@@ -252,18 +252,25 @@ class Ablated(AttentionResiduals):
     def mixing_errors(cls, config: ModelConfig) -> Iterator[str]:
         """What a mixing without a softmax has no place for."""
         given, mixing = changed(config.depth), config.depth.mixing.name
-        unused = {"null_source": "a source without a value changes nothing without a softmax"}
+        unused = {"null_source": "nothing is weighed against a source without a value"}
         if config.depth.mixing is Mixing.scalars:
             if cls.rule.ranked:
                 yield (
                     f"model.depth.mixing=scalars: there are no keys, so model.residual={cls.residual} "
                     "would not differ from attn_res; write model.residual=attn_res"
                 )
-            scored = ("key_norm", "logit_scale", "query_std", "heads", "input_queries", "norm_scope")
+            scored = (
+                "key_norm",
+                "logit_scale",
+                "query_std",
+                "heads",
+                "input_queries",
+                "norm_scope",
+            )
             unused |= dict.fromkeys(scored, "there are no queries and keys")
         for name in [name for name in unused if name in given]:
             yield (
-                f"{given[name]}: {unused[name]} with model.depth.mixing={mixing}; leave "
+                f"{given[name]}: {unused[name]} in model.depth.mixing={mixing}; leave "
                 f"model.depth.{name} out, or write model.depth.mixing=softmax"
             )
 

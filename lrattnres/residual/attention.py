@@ -232,7 +232,11 @@ class AttentionResiduals(ResidualPath):
     def label(cls, config: ModelConfig) -> list[str]:
         routing = [config.routing.name] if config.routing else []
         blocks = named(config.blocks)
-        return [*routing, f"N{blocks}" if config.blocks else blocks, *([f"r{config.rank}"] if config.rank else [])]
+        return [
+            *routing,
+            f"N{blocks}" if config.blocks else blocks,
+            *([f"r{config.rank}"] if config.rank else []),
+        ]
 
     @classmethod
     def description(cls, config: ModelConfig) -> str:

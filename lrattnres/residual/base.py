@@ -42,6 +42,7 @@ from lrattnres.config.schema import parse_options
 from lrattnres.kernels.backends import DepthKernels
 from lrattnres.kernels.reference import rms_norm
 
+Raw = tuple[Tensor, Tensor | None]  # keys and values of an attention; see value_site
 State = Any  # a NamedTuple of tensors, or of tuples of them; each path has its own
 Start = Callable[[torch.Size, torch.Generator], Tensor]
 FOLDERS = "LRATTNRES_PATHS"  # environment variable: folders with files of paths, beside this one
@@ -152,9 +153,7 @@ class ResidualPath(nn.Module):
         """
         raise NotImplementedError
 
-    def write(
-        self, state: State, site: int, output: Tensor, raw: tuple[Tensor, Tensor] | None = None
-    ) -> State:
+    def write(self, state: State, site: int, output: Tensor, raw: Raw | None = None) -> State:
         """The state after a sub-layer has written.
 
         Args:

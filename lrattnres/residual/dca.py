@@ -28,6 +28,7 @@ sources and three reads, or one. Of versions 2 and 3 a coefficient is the mean o
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -65,9 +66,13 @@ class DeepCrossAttention(ResidualPath):
             at_least=1,
             at_most=3,
         )
-        ways: int = option("3: queries, keys and values read apart; 1: they read one sum", 3, at_least=1, at_most=3)
+        ways: int = option(
+            "3: queries, keys and values read apart; 1: they read one sum", 3, at_least=1, at_most=3
+        )
         last: int | None = option(
-            "newest sources that are read one by one, the older ones as a sum; null: all", None, at_least=1
+            "newest sources that are read one by one, the older ones as a sum; null: all",
+            None,
+            at_least=1,
         )
 
     def __init__(self, config: ModelConfig):
@@ -122,6 +127,20 @@ class DeepCrossAttention(ResidualPath):
 
     def hidden(self, state: State, site: int) -> Tensor:
         return state.reads[0]
+
+    @classmethod
+    def errors(cls, config: ModelConfig) -> Iterator[str]:
+        yield from (found := list(super().errors(config)))
+        if found:
+            return
+        options, layers = cls.options_of(config), config.layers
+        if options.ways not in (1, 3):
+            yield f"model.path.ways={options.ways}: must be 1 or 3"
+        if options.last is not None and options.last >= layers:
+            yield (
+                f"model.path.last={options.last}: with model.layers={layers} no source would be "
+                "summed; write model.path.last=null"
+            )
 
     @classmethod
     def shapes(cls, config: ModelConfig) -> dict[int, tuple[int, int]]:

@@ -67,10 +67,10 @@ class Lambdas(ResidualPath):
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         options, layers = self.options, config.layers
-        self.half = layers // 2
+        self.first_half = layers // 2
         self.stream = nn.Parameter(torch.zeros(layers)) if options.resid else None
         self.embedding = nn.Parameter(torch.zeros(layers)) if options.first else None
-        self.skip = nn.Parameter(torch.zeros(self.half)) if options.unet else None
+        self.skip = nn.Parameter(torch.zeros(self.first_half)) if options.unet else None
         self.backout = nn.Parameter(torch.zeros(1)) if options.backout else None
 
     def begin(self, embedding: Tensor) -> State:
@@ -88,15 +88,15 @@ class Lambdas(ResidualPath):
     def enter(self, state: State, block: int) -> State:
         """The state before a block, counted from 0, or before the head, block L."""
         x, embedding, pushed, middle = state
-        if self.skip is not None and 0 < block <= self.half:
+        if self.skip is not None and 0 < block <= self.first_half:
             pushed = (x, *pushed)
-        if self.backout is not None and block == self.half + 1:
+        if self.backout is not None and block == self.first_half + 1:
             middle = x
         if block == self.config.layers:
             if self.backout is not None:
                 x = mixed(x, None, middle, -self.backout[0])
             return State(x, None, (), None)
-        if self.skip is not None and block >= (first := self.config.layers - self.half):
+        if self.skip is not None and block >= (first := self.config.layers - self.first_half):
             x, pushed = mixed(x, None, pushed[0], self.skip[block - first]), pushed[1:]
         own = self.stream[block] if self.stream is not None else None
         added = self.embedding[block] if self.embedding is not None else None

@@ -2,8 +2,8 @@
 
 Gerasimov et al., "You Do Not Fully Utilize Transformer's Representation Capacity" (arXiv
 2502.09245; the authors' code is corl-team/lime, src/lm/lime.py, StaticRouter). The stream is the
-baseline's. k_{l,g} and v_{l,g} are the keys and values that the attention of block l makes, for head
-g of R heads. Block b ≥ 2 attends with
+baseline's. k_{l,g} and v_{l,g} are the keys and values that the attention of block l makes, for
+head g of R heads. Block b ≥ 2 attends with
 
     Σ_{l ≤ b, g'} R_b[g, (l, g')] k_{l,g'}        Σ_{l ≤ b, g'} R_b[g, (l, g')] v_{l,g'}
 
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from lrattnres.config import ModelConfig
 from lrattnres.config.schema import option
 from lrattnres.kernels.reference import wide
-from lrattnres.residual.base import Added, ResidualPath, Role
+from lrattnres.residual.base import Added, Raw, ResidualPath, Role
 
 
 class Begin(Enum):
@@ -65,17 +65,18 @@ class LIMe(ResidualPath):
     def begin(self, embedding: Tensor) -> State:
         return State(embedding, (), ())
 
-    def write(
-        self, state: State, site: int, output: Tensor, raw: tuple[Tensor, Tensor] | None = None
-    ) -> State:
+    def write(self, state: State, site: int, output: Tensor, raw: Raw | None = None) -> State:
         state = state._replace(stream=state.stream + output)
         if raw is None or site // 2 + 1 == self.config.layers:  # nobody reads the last block's
             return state
-        return state._replace(keys=(*state.keys, raw[0]), values=(*state.values, raw[1]))
+        key, value = raw
+        assert value is not None
+        return state._replace(keys=(*state.keys, key), values=(*state.values, value))
 
     def keys_values(
-        self, state: State, site: int, key: Tensor, value: Tensor
+        self, state: State, site: int, key: Tensor, value: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        assert value is not None
         if site == 0:
             return key, value
         weights = self.router[str(site // 2)]
@@ -108,9 +109,7 @@ class LIMe(ResidualPath):
     def errors(cls, config: ModelConfig) -> Iterator[str]:
         yield from super().errors(config)
         if config.layers < 2:
-            yield (
-                "model.residual=lime: no block has one before it; write model.layers=2 or more"
-            )
+            yield ("model.residual=lime: no block has one before it; write model.layers=2 or more")
 
 
 def mixture(weights: Tensor, blocks: tuple[Tensor, ...]) -> Tensor:

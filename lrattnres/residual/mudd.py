@@ -21,8 +21,8 @@ or with norms all zero. So a model begins as its baseline, to the last bit, what
 Where paper and code differ: equation 10 normalises every stream after the sum, the JAX code only
 x^r, as here; the PyTorch code has no norms. They are the default here, as for the authors' models
 of 24 layers and more: without them training is reported to diverge at that depth. MLPs that widen
-with depth (section 2.4) are not part of the path. The JAX code decays all of it; here Adam's weights
-do not decay.
+with depth (section 2.4) are not part of the path. The JAX code decays all of it; here Adam's
+weights do not decay.
 
 Costs Σ_b C_b(b + 1) + K_b·d + K_b·C_b(b + 1) parameters, with norms (2L + 1)d more, and as many
 multiply-adds a token, but d for each weight of a sum. A state holds the streams and Z_0 … Z_b. With

@@ -71,9 +71,7 @@ class DepthPlan:
         starts = (0, *(end for end in self.ends if end <= site))
         complete = tuple(range(start + 1, end + 1) for start, end in pairwise(starts))
         partial = (range(starts[-1] + 1, site + 1),) if starts[-1] < site else ()
-        return tuple(
-            range(block.stop) if self.states else block for block in (*complete, *partial)
-        )
+        return tuple(range(block.stop) if self.states else block for block in (*complete, *partial))
 
     @property
     def reads(self) -> int:

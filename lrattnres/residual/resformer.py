@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from lrattnres.config import ModelConfig
 from lrattnres.config.schema import option
 from lrattnres.kernels.reference import wide
-from lrattnres.residual.base import Added, ResidualPath, Role
+from lrattnres.residual.base import Added, Raw, ResidualPath, Role
 
 
 class State(NamedTuple):
@@ -48,9 +48,7 @@ class ValueResidual(ResidualPath):
     def begin(self, embedding: Tensor) -> State:
         return State(embedding, None)
 
-    def write(
-        self, state: State, site: int, output: Tensor, raw: tuple[Tensor, Tensor] | None = None
-    ) -> State:
+    def write(self, state: State, site: int, output: Tensor, raw: Raw | None = None) -> State:
         values = raw[1] if site == 0 and raw else state.values
         return State(state.stream + output, values)
 
@@ -87,8 +85,9 @@ class ResFormer(ValueResidual):
             self.value_mix = nn.Parameter(torch.zeros(len(self.rows), 2))
 
     def keys_values(
-        self, state: State, site: int, key: Tensor, value: Tensor
+        self, state: State, site: int, key: Tensor, value: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        assert value is not None
         row = self.rows.get(site // 2 + 1)
         if row is None or state.values is None:
             return key, value
@@ -137,9 +136,11 @@ class SVFormer(ValueResidual):
     residual, start = "svformer", "other"
 
     def keys_values(
-        self, state: State, site: int, key: Tensor, value: Tensor
+        self, state: State, site: int, key: Tensor, value: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        return key, value if state.values is None else state.values
+        values = value if state.values is None else state.values
+        assert values is not None
+        return key, values
 
     @classmethod
     def value_site(cls, config: ModelConfig, site: int) -> int:

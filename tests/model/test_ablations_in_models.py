@@ -119,7 +119,7 @@ def test_compute_follows_the_sources(tiny_model_config) -> None:
     )  # one source less at each of 6 sites
     # The newest state is a source, and the stream that the next output is added to as well.
     stream = published.added.carried + 16
-    assert states == replace(published, added=published.added._replace(carried=stream))
+    assert states == dataclasses.replace(published, added=published.added._replace(carried=stream))
     assert (
         scaled.added.projections - published.added.projections == 7 * 16
         and scaled.added.parameters - published.added.parameters == 4

@@ -8,9 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from lrattnres.config import BlockScale, DepthConfig, LogitScale, Routing, Sources
+from lrattnres.config import (
+    BlockScale,
+    DepthConfig,
+    LogitScale,
+    Mixing,
+    NormScope,
+    Routing,
+    Sources,
+)
+from lrattnres.kernels.backends import KERNELS
 from lrattnres.kernels.reference import Scoring, depth_attention, depth_weights
-from lrattnres.residual.base import ResidualPath, path_of
+from lrattnres.residual.base import ResidualPath, path_of, pattern_of
 from tests.residual.making import config_of, make_together
 from tests.residual.making import make as make_path
 from tests.residual.making import run as reads
@@ -29,8 +38,17 @@ SINGLE = [
     {"null_source": True},
     {"embedding_source": False},
     {"sources": Sources.states},
+    {"mixing": Mixing.sigmoid},
+    {"mixing": Mixing.scalars},
+    {"window": 1},
+    {"window": 2},
 ]
 TOGETHER = [
+    {"norm_scope": NormScope.full, "heads": 3},
+    {"window": 2, "learned_scale": True, "null_source": True, "heads": 2},
+    {"window": 1, "sources": Sources.states, "embedding_source": False, "learned_scale": True},
+    {"mixing": Mixing.sigmoid, "heads": 2, "norm_scope": NormScope.full, "window": 1},
+    {"mixing": Mixing.scalars, "window": 2, "block_scale": BlockScale.mean},
     {
         "key_norm": False,
         "heads": 2,
@@ -72,12 +90,15 @@ def written(router: ResidualPath) -> list[Tensor]:
 
 
 def naive_reads(
-    name: str, routing: Routing, blocks: int | None, options: dict, router: ResidualPath, outputs
+    name: str, routing: Routing, blocks, options: dict, router: ResidualPath, outputs
 ) -> list[Tensor]:
     """RMSNorm(h) of every site, straight from docs/ablations.md; nothing of the router but its parameters is used."""
     chosen, parameters = DepthConfig(**options), dict(router.named_parameters())
-    count = blocks or SUBLAYERS
-    ends = [0] + [math.ceil(SUBLAYERS * j / count) for j in range(1, count + 1)]
+    if isinstance(blocks, list):
+        count, ends = len(blocks), [0, *itertools.accumulate(blocks)]
+    else:
+        count = blocks or SUBLAYERS
+        ends = [0] + [math.ceil(SUBLAYERS * j / count) for j in range(1, count + 1)]
     values = [output[..., :DIM] for output in outputs]
     rank = RANK if name in ("s_lr", "p_lr") else DIM
     maybe = norm if chosen.key_norm else lambda x: x
@@ -109,8 +130,18 @@ def naive_reads(
                 alone = members == [0] and chosen.sources is Sources.outputs
                 key = emitted[0] if alone else sum(maybe(emitted[i]) for i in members)
             sources.append((value, key))
+        if chosen.window:
+            kept = chosen.window + (1 if chosen.embedding_source else 0)
+            first = sources[:1] if chosen.embedding_source else []
+            sources = first + sources[-chosen.window :] if len(sources) > kept else sources
         if chosen.null_source:
             sources.insert(0, tuple(torch.zeros_like(part) for part in sources[-1]))
+        if chosen.mixing is Mixing.scalars:
+            weights = parameters[f"weight.{site}"]
+            mixture = sum(w * value for w, (value, _) in zip(weights, sources, strict=True))
+            stream = sum(values[: site + 1]) if routing is Routing.add else 0
+            found.append(norm(stream + mixture))
+            continue
         query = parameters["queries"][site - 1]
         if chosen.input_queries:
             query = (
@@ -121,11 +152,13 @@ def naive_reads(
         for head in range(chosen.heads):
             part = slice(head * width, (head + 1) * width)
             factor = width**-0.5 if chosen.logit_scale is LogitScale.rsqrt else 1
-            logits = torch.stack(
-                [factor * (query[..., part] * maybe(key[..., part])).sum(-1) for _, key in sources],
-                -1,
-            )
+            keys = [maybe(key[..., part]) for _, key in sources]
+            if chosen.norm_scope is NormScope.full:
+                keys = [maybe(key)[..., part] for _, key in sources]
+            logits = torch.stack([factor * (query[..., part] * key).sum(-1) for key in keys], -1)
             weights = logits.exp() / logits.exp().sum(-1, keepdim=True)
+            if chosen.mixing is Mixing.sigmoid:
+                weights = 1 / (1 + (-logits).exp())
             cut = slice(head * columns, (head + 1) * columns)
             mixtures.append(
                 sum(
@@ -142,11 +175,13 @@ CASES = [("s_lr", "replace"), ("p_lr", "replace"), ("attn_res", "replace"), ("p_
 
 
 @pytest.mark.parametrize("options", [*SINGLE, *TOGETHER], ids=lambda options: "-".join(options))
-@pytest.mark.parametrize("blocks", [None, 2, 3])
+@pytest.mark.parametrize("blocks", [None, 2, 3, [1, 4, 1, 2]], ids=str)
 @pytest.mark.parametrize(("name", "routing"), CASES)
 def test_reads_and_gradients_follow_the_definitions(
-    name: str, routing: str, blocks: int | None, options: dict
+    name: str, routing: str, blocks, options: dict
 ) -> None:
+    if options.get("mixing") is Mixing.scalars and name != "attn_res":
+        return  # refused: without keys there is one such path
     router = make(name, blocks, options, routing=Routing[routing])
     outputs = written(router)
     found, truth = (
@@ -304,6 +339,9 @@ def test_what_is_observed_is_what_is_read() -> None:
             )
             depth = router.write(depth, site, outputs[site + 1])
             weights = router.weights(depth, site + 1)
+            if not router.attends:
+                assert weights is None
+                continue
             shape = (2, 5, router.heads) if router.heads > 1 else (2, 5)
             assert weights.shape == (*shape, len(router.plan.sources(site + 1)))
             torch.testing.assert_close(weights.sum(-1), torch.ones(shape).double())
@@ -314,6 +352,8 @@ def test_what_is_observed_is_what_is_read() -> None:
     [
         ({"heads": 4}, "heads=4: .*rank=6"),
         ({"sources": Sources.states, "block_scale": BlockScale.mean}, "block_scale=mean"),
+        ({"mixing": Mixing.scalars}, "scalars: .* write model.residual=attn_res"),
+        ({"mixing": Mixing.sigmoid, "null_source": True}, "null_source=true: .*mixing=softmax"),
     ],
     ids=str,
 )
@@ -321,6 +361,63 @@ def test_what_cannot_be_is_refused(options: dict, words: str) -> None:
     config = config_of("s_lr", 3, dim=DIM, rank=RANK, **options)
     (error,) = path_of(config).errors(config)
     assert re.search(words, error)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"heads": 2}, {"query_std": 0.1}, {"input_queries": True}, {"key_norm": False}],
+    ids=lambda options: "-".join(options),
+)
+def test_scalars_have_no_queries_and_keys(options: dict) -> None:
+    config = config_of("attn_res", 3, dim=DIM, mixing=Mixing.scalars, **options)
+    (error,) = path_of(config).errors(config)
+    assert f"model.depth.{next(iter(options))}=" in error and "no queries and keys" in error
+
+
+@pytest.mark.parametrize(
+    ("blocks", "options", "note"),
+    [
+        (3, {"window": 3}, "model.depth.window=3 has no meaning for 3 depth blocks"),
+        (3, {"norm_scope": NormScope.full}, "norm_scope=full has no meaning for one head"),
+        ([3, 3, 2], {}, "model.blocks=[3,3,2]: recorded as 3, the same depth blocks"),
+    ],
+)
+def test_what_changes_nothing_is_recorded_as_the_default(blocks, options: dict, note: str) -> None:
+    config = config_of("s_lr", blocks, dim=DIM, rank=RANK, **options)
+    settled, notes = path_of(config).settled(config)
+    assert [note in said for said in notes] == [True]
+    assert settled == config_of("s_lr", 3, dim=DIM, rank=RANK)
+
+
+def test_a_window_keeps_what_it_reads_and_no_more() -> None:
+    router = make("attn_res", None, {"window": 2})
+    outputs = written(router)
+    state = router.begin(outputs[0])
+    for site, output in enumerate(outputs[1:], start=1):
+        state = router.write(state, site - 1, output)
+        assert len(state.sources) == min(site + 1, 3)
+        assert router.plan.sources(site) == (range(1), *map(one, range(max(1, site - 1), site + 1)))
+
+
+def one(output: int) -> range:
+    return range(output, output + 1)
+
+
+def test_mixings_start_as_they_say() -> None:
+    """scalars: the mean of all sources, as a softmax of zero queries; sigmoid: half of their sum."""
+    plain = make_path("attn_res", 3, dim=DIM)
+    torch.nn.init.zeros_(plain.queries)
+    outputs = written(plain)
+    for mixing in (Mixing.scalars, Mixing.sigmoid):
+        config = config_of("attn_res", 3, dim=DIM, mixing=mixing)
+        path = path_of(config).build(config, KERNELS["reference"]).double()
+        for name, parameter in path.named_parameters():
+            start = path.roles(config)[pattern_of(name)].start
+            whole = start(parameter.shape, torch.Generator()) if callable(start) else start
+            parameter.data.copy_(torch.as_tensor(whole))
+        torch.testing.assert_close(
+            reads(path, outputs), reads(plain, outputs), rtol=1e-5, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("options", SINGLE, ids=str)

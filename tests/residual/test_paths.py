@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from lrattnres.config import AC, Compile
 from lrattnres.config.checks import resolve
@@ -21,13 +22,19 @@ every_path = pytest.mark.parametrize("residual", list(paths()))
 
 
 def model_of(
-    residual: str, *, drawn: bool = True, blocks: int | None = 3, layers: int = 3
+    residual: str,
+    *,
+    drawn: bool = True,
+    blocks: int | None = 3,
+    layers: int = 3,
+    dim: int = 8,
+    dtype: torch.dtype = torch.float64,
 ) -> Transformer:
-    """A small model in float64; drawn: with every parameter of the path away from its start."""
-    config = config_of(residual, blocks, layers=layers)
+    """A small model; drawn: with every parameter of the path away from its start."""
+    config = config_of(residual, blocks, layers=layers, dim=dim)
     config = path_of(config).settled(config)[0]
-    model = Transformer(config).double()
-    model.dtype = torch.float64
+    model = Transformer(config).to(dtype)
+    model.dtype = dtype
     initialize(model, seed=0)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
@@ -63,7 +70,9 @@ def test_each_parameter_has_a_role_and_an_owner(residual: str) -> None:
 @every_path
 def test_it_starts_as_it_says(residual: str) -> None:
     """bits: the logits of the baseline; scaled: every read is the baseline's, but for the norm's epsilon."""
-    model, plain = model_of(residual, drawn=False), model_of("baseline", drawn=False)
+    # In float32 a product with some rows of a matrix has the bits of that with all of them.
+    sizes = {"dim": 32, "dtype": torch.float32}
+    model, plain = (model_of(name, drawn=False, **sizes) for name in (residual, "baseline"))
     rows = model.config.dim
     state = plain.state_dict()
     for name, value in model.state_dict().items():
@@ -202,6 +211,24 @@ def test_cost_is_what_is_there(residual: str, blocks: int | None) -> None:
     with torch.device("meta"):
         model = Transformer(config)
     assert cost(config).model_parameters == sum(p.numel() for p in model.parameters())
+
+
+@every_path
+def test_carried_is_what_a_state_holds(residual: str) -> None:
+    """While a sub-layer runs, a few numbers a token aside; a softmax counts the head's site too."""
+    model, most = model_of(residual, blocks=None), 0
+    attends, least = model.router.attends, 0 if model.router.attends else model.config.dim
+
+    def held(site: int, state) -> None:
+        nonlocal most
+        parts = {id(part): part for part in tree_leaves(state) if isinstance(part, torch.Tensor)}
+        wide = [part.numel() / TOKENS.numel() for part in parts.values()]
+        if attends or site < len(model.sublayers):
+            most = max(most, sum(count for count in wide if count >= least))
+
+    with torch.no_grad():
+        model(TOKENS, model.mask(None, *TOKENS.shape), held)
+    assert most == cost(model.config).added.carried
 
 
 @every_path

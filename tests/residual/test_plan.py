@@ -40,7 +40,27 @@ def test_every_output_is_in_exactly_one_source(sublayers: int) -> None:
             assert members == list(range(site + 1))
 
 
-@pytest.mark.parametrize("blocks", [0, -1, 8])
-def test_impossible_blocks_are_refused(blocks: int) -> None:
-    with pytest.raises(ValueError, match="between 1 and 7"):
+@pytest.mark.parametrize(
+    ("blocks", "words"),
+    [
+        (0, r"blocks=0: must be between 1 and 2\*model.layers=7"),
+        (-1, "must be between 1 and"),
+        (8, "must be between 1 and"),
+        ((), r"blocks=\[\]: every depth block has at least one"),
+        ((3, 0, 4), r"blocks=\[3,0,4\]: every depth block has at least one"),
+        ((3, 3), r"blocks=\[3,3\]: the sizes of the depth blocks add up to 6; .*layers=7"),
+    ],
+)
+def test_impossible_blocks_are_refused(blocks, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
         DepthPlan(7, blocks)
+
+
+def test_depth_blocks_may_differ_in_size() -> None:
+    plan = DepthPlan(8, (1, 1, 2, 4))
+    assert plan.ends == (1, 2, 4, 8)
+    assert plan.sources(6) == (*map(range, [0, 1, 2, 3], [1, 2, 3, 5]), range(5, 7))
+    assert DepthPlan(8, (3, 3, 2)).ends == DepthPlan(8, 3).ends
+    narrow = DepthPlan(8, (1, 1, 2, 4), window=2)
+    assert narrow.sources(6) == (range(1), range(3, 5), range(5, 7))
+    assert narrow.sources(4) == (range(1), range(2, 3), range(3, 5))

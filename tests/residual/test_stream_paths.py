@@ -17,7 +17,7 @@ from lrattnres.config import AC
 from lrattnres.distributed.parallel import AC_MODES
 from lrattnres.kernels.backends import KERNELS
 from lrattnres.model.transformer import Transformer, initialize
-from lrattnres.residual.base import ResidualPath, path_of
+from lrattnres.residual.base import ResidualPath, path_of, pattern_of
 from lrattnres.residual.coefficients import Traced
 from tests.residual.making import config_of
 
@@ -169,7 +169,7 @@ def built(residual: str, rank: int | None = None, *, drawn: bool, **options) -> 
     path = path_of(config).build(config, KERNELS["reference"]).double()
     generator = torch.Generator().manual_seed(1)
     for name, parameter in path.named_parameters():
-        start = path.roles(config)[name].start
+        start = path.roles(config)[pattern_of(name)].start
         if not drawn and callable(start):
             start = start(parameter.shape, generator)
         parameter.data.copy_(torch.as_tensor(start) if not drawn else parameter.data.normal_())
