@@ -1,5 +1,7 @@
-"""Who computes depth attention: one table of backends, chosen once, and the operator for models of
-your own.
+"""The table of backends for depth attention, the choice among them, and the public operator.
+
+The choice is made once, when a model is built. `depth_attention` is for models outside this
+package.
 """
 
 from __future__ import annotations
@@ -18,17 +20,22 @@ from lrattnres.kernels import reference
 from lrattnres.kernels.launch import INTERPRETED
 from lrattnres.kernels.reference import Part, Reading
 
-# Looked up once, here: a compiler that traces a call of `depth_attention` could not look for them.
+# Looked up here, since torch.compile cannot trace the search inside `depth_attention`.
 TRITON = importlib.util.find_spec("triton") is not None
 CPP = bool(shutil.which("g++") or shutil.which("clang++"))
 
 
 class DepthKernels(NamedTuple):
-    """name: of the table. read: see `reference.read`. grouped: whether reading many sites at once
-    saves time here.
+    """A backend: one way to compute depth attention.
 
-    obstacle(device, dtype): why it cannot run, or None. plain: whether it takes the plain `Scoring`
-    only, and queries that do not depend on the input. reason: why it was chosen.
+    Attributes:
+        name: Its name in KERNELS.
+        read: The function that computes; it has the arguments and the meaning of `reference.read`.
+        grouped: Whether it saves time here to read several sites at once.
+        obstacle: (device, dtype of the values) -> why it cannot run there; None if it can.
+        plain: Whether it takes only the default `Scoring`, and only queries that do not depend on
+            the input.
+        reason: Why it was chosen; "" in KERNELS.
     """
 
     name: str
@@ -40,15 +47,17 @@ class DepthKernels(NamedTuple):
 
 
 def _triton_read(*arguments: Any, **options: Any) -> Reading:
-    from lrattnres.kernels import ops  # defines operators of torch, so only where they are used
+    from lrattnres.kernels import ops  # imports Triton and registers operators of torch
 
     return ops.read(*arguments, **options)
 
 
 @cache
 def _compiled_for(sources: int) -> Callable[..., Reading]:
-    """torch counts how often a function is compiled anew, so every number of sources has a function
-    of its own.
+    """`reference.read`, compiled, for one number of sources.
+
+    torch limits how often one function may be compiled. So each number of sources has a function of
+    its own.
     """
     original = reference.read
     code = original.__code__.replace(co_name=f"read_{sources}_sources")
@@ -71,7 +80,10 @@ def _triton_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     if not TRITON:
         return "the package triton is not installed; `pip install triton`"
     if device.type != "cuda" and not INTERPRETED:
-        return "it needs a CUDA GPU, or TRITON_INTERPRET=1 in the environment to be interpreted, slowly, on a CPU"
+        return (
+            "it needs a CUDA GPU, or TRITON_INTERPRET=1 in the environment to be interpreted, "
+            "slowly, on a CPU"
+        )
     return None if dtype in (torch.float32, torch.bfloat16) else "it takes float32 and bfloat16"
 
 
@@ -101,13 +113,25 @@ def choose_kernels(
     compiled: bool,
     beyond: Sequence[str] = (),
 ) -> DepthKernels:
-    """The backend called `name`, with the reason. `auto` is Triton on a GPU; else `compiled` if the
-    model is `compiled` too, else `reference`, which starts at once: compiling pays off after some
-    hundred steps only.
+    """Chooses the backend, and gives the reason for it.
 
-    beyond: settings, as key=value, that need more than the plain operator. Raises ValueError saying
-    why a named backend cannot run on this machine or take these settings, and what to write
-    instead.
+    `auto` takes the first that can run: Triton on a GPU; `compiled` if the model is compiled too;
+    else `reference`. The reference starts at once, and compiling pays off only after some hundred
+    steps.
+
+    Args:
+        name: auto, or a name in KERNELS.
+        device: Where the model runs.
+        dtype: Of the values.
+        compiled: Whether the model is compiled.
+        beyond: Settings, as key=value, that need more than a plain backend computes.
+
+    Returns:
+        The entry of KERNELS, with its `reason`.
+
+    Raises:
+        ValueError: There is no backend of this name, or it cannot run on this machine or take these
+            settings. The message says why, and what to write instead.
     """
     if name != "auto":
         if name not in KERNELS:
@@ -145,25 +169,26 @@ def depth_attention(
 ) -> Tensor:
     """Attention over depth, token by token: h = Σ_i α_i v_i, α = softmax of query · RMSNorm(key_i).
 
-    The softmax is over the sources i. Nothing is stacked: besides the sources and a few scalars a
-    token nothing is kept for the backward pass. Arithmetic is float32 (float64 for float64), under
-    autocast too. Gradients reach query, values and keys, and are the same from run to run.
+    The softmax is over the sources i. Sources are not stacked. Beside the sources only the result
+    and a few scalars a token are kept for the backward pass. Arithmetic is float32 (float64 for
+    float64 values), under autocast too. Gradients reach query, values and keys, and are the same
+    bits in every run.
 
     Args:
         query: [r], float32 or bfloat16; float32 is advised.
-        values: K tensors [..., d], K at least 1, float32 or bfloat16. float64 is taken with
-            `kernels="reference"`, to check the others against.
-        keys: K tensors [..., r] of the type of the values; None: the last r coordinates of each
+        values: K tensors [..., d], K at least 1, float32 or bfloat16. With `kernels="reference"`
+            also float64, to check gradients numerically.
+        keys: K tensors [..., r] of the dtype of the values. None: the last r coordinates of each
             value.
-        normalize: return RMSNorm(h), with ε = 2⁻²³ and no gain, which costs nothing here.
+        normalize: Whether to return RMSNorm(h), with ε = 2⁻²³ and no gain.
         kernels: auto, triton, compiled or reference.
 
     Returns:
-        [..., d] in the type of the values.
+        [..., d] in the dtype of the values.
 
     Raises:
-        ValueError: arguments of other types or shapes, tensors that do not go together, or kernels
-            that cannot run here; it says what to write instead.
+        ValueError: An argument has a type, shape, dtype or device that does not fit, or the kernels
+            cannot run here. The message says what to write instead.
     """
     _check_arguments(query, values, keys, normalize, kernels)
     reference.check_shapes(query.shape[0], values, keys or ())
@@ -177,7 +202,11 @@ def depth_attention(
 
 
 def _check_arguments(query: Any, values: Any, keys: Any, normalize: Any, kernels: Any) -> None:
-    """Raises ValueError for what `check_shapes` and `choose_kernels` take for granted."""
+    """Checks what `check_shapes` and `choose_kernels` take for granted.
+
+    Raises:
+        ValueError: As `depth_attention` does.
+    """
     if not isinstance(normalize, bool):
         raise ValueError(f"normalize={normalize!r}: write True or False")
     if not isinstance(kernels, str):

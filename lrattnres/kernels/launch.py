@@ -1,8 +1,7 @@
-"""What a kernel is launched with: its arguments by name, its grid, its shape on the machine. Also
-compiles ahead of time.
+"""How a Triton kernel is launched: arguments by name, grid, tile sizes and warps.
 
-Depth attention is bound by memory traffic, so the shapes aim at few instructions a byte: one warp
-holds a whole token up to d = 1024, so that no sum over columns crosses warps.
+Depth attention is limited by memory traffic, so the sizes aim at few instructions for each byte.
+One warp holds a whole token up to d = 1024; then no sum over columns needs more than one warp.
 """
 
 from __future__ import annotations
@@ -15,12 +14,18 @@ import torch
 from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-WORDS = 104  # registers a thread may spend on sums that stay alive over a loop
+WORDS = 104  # registers of a thread for sums that are kept over a loop
 
 
 class Launch(NamedTuple):
-    """kernel: its name in `triton_kernels`; arguments: tensors, groups of them, sizes, and
-    constants in upper case.
+    """One launch of a kernel.
+
+    Attributes:
+        kernel: Name of the function in `triton_kernels`.
+        grid: Number of programs along each axis.
+        arguments: By name: tensors, tuples of tensors and their strides, sizes, and constants at
+            compile time, whose names are in upper case.
+        warps: Warps of each program.
     """
 
     kernel: str
@@ -30,15 +35,20 @@ class Launch(NamedTuple):
 
 
 def rows(x: Tensor) -> Tensor:
-    """x as [tokens, width] with unit stride along the width; copied only where no view has that
-    shape.
+    """x [..., width] as [tokens, width] with stride 1 along the width.
+
+    It is copied only where no view has that shape.
     """
     flat = x.reshape(-1, x.shape[-1])
     return flat if flat.stride(-1) == 1 or flat.shape[-1] == 1 else flat.contiguous()
 
 
-def group(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Pointers and row strides, as the kernels take a group of tensors."""
+def pointers(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """Tensors [..., width] as the kernels take several of them.
+
+    Returns:
+        The tensors as `rows` gives them, and the stride of each from token to token, in elements.
+    """
     flat = tuple(map(rows, tensors))
     return flat, tuple(tensor.stride(0) for tensor in flat)
 
@@ -49,20 +59,26 @@ def power(n: int) -> int:
 
 
 def warps_for(dim: int) -> int:
-    """One warp up to 1024 columns: 32 values a thread."""
+    """Warps for a row of `dim` columns: 1 up to 1024 columns, at most 16."""
     return min(16, max(1, power(dim) // 1024))
 
 
 def rows_for(tokens: int) -> int:
-    """Tokens a program holds: one on a GPU. The interpreter runs programs one after another and
-    likes few.
+    """Tokens of one program.
+
+    One on a GPU. The interpreter runs programs one after another, so there few programs are faster:
+    up to 64 tokens.
     """
     return min(64, power(max(tokens, 1))) if INTERPRETED else 1
 
 
 def chunk_for(dim: int, sums: int, beside: int = 0) -> int:
-    """Columns a loop step holds, so that `sums` running sums of that width, and `beside` words, fit
-    into registers.
+    """Columns of one step of a loop, a power of two, so that the running sums fit into registers.
+
+    Args:
+        dim: Columns in all.
+        sums: Running sums that are kept over the loop.
+        beside: Registers a thread that hold other values over the loop.
     """
     width = 32 * warps_for(dim)
     return min(
@@ -72,14 +88,19 @@ def chunk_for(dim: int, sums: int, beside: int = 0) -> int:
 
 
 def fire(launch: Launch) -> None:
-    """Runs a kernel. Raises RuntimeError for tensors on a CPU, unless the interpreter is on."""
+    """Runs a kernel; a launch whose grid is empty does nothing.
+
+    Raises:
+        RuntimeError: The tensors are on a CPU, and the interpreter is off.
+    """
     from lrattnres.kernels import triton_kernels
 
     device = next(value for value in launch.arguments.values() if isinstance(value, Tensor)).device
     if device.type != "cuda" and not INTERPRETED:
         raise RuntimeError(
             f"depth attention in Triton runs on a CUDA GPU, and the tensors are on {device}; "
-            "write kernels=reference, or set TRITON_INTERPRET=1 before the start to have it interpreted"
+            "write kernels=reference, or set TRITON_INTERPRET=1 before the start to have it "
+            "interpreted"
         )
     if all(launch.grid):
         getattr(triton_kernels, launch.kernel)[launch.grid](
@@ -91,8 +112,14 @@ TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"
 
 
 def compile_ahead(launch: Launch, capability: int) -> Any:
-    """The kernel compiled for a GPU that need not be there (80, 90 or 100), as this launch would
-    compile it.
+    """Compiles a kernel for a GPU that need not be in this machine.
+
+    Args:
+        launch: What the kernel is compiled for; its tensors may be on the meta device.
+        capability: Compute capability without the dot: 80, 90 or 100.
+
+    Returns:
+        Triton's compiled kernel.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -107,8 +134,8 @@ def compile_ahead(launch: Launch, capability: int) -> Any:
     def kind(value: Any, path: tuple[int, ...]) -> Any:
         if isinstance(value, tuple):
             return tuple(kind(item, (*path, i)) for i, item in enumerate(value))
-        # Pointers come from an allocator that aligns them; a stride is known to be even only if it
-        # is.
+        # A storage begins at an aligned address. So a pointer is divisible by 16 if its offset in
+        # bytes is, and a stride if it is so itself.
         number = (
             value.storage_offset() * value.element_size() if isinstance(value, Tensor) else value
         )

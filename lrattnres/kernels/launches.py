@@ -1,4 +1,4 @@
-"""The launch of each kernel: what it is given, and the sizes of its tiles."""
+"""The launches of the three kernels: their arguments and tile sizes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lrattnres.kernels.launch import Launch, chunk_for, group, power, rows, rows_for, warps_for
+from lrattnres.kernels.launch import Launch, chunk_for, pointers, power, rows, rows_for, warps_for
 
 Given = Sequence[Tensor | None]
 
@@ -22,8 +22,18 @@ def forward_launch(
     normalize: bool,
     results: tuple[Sequence[Tensor], Sequence[Tensor], Tensor],
 ) -> Launch:
-    """`read_forward`, writing into results: ([out, total if there is an addend, mixtures], stats,
-    scalars).
+    """The launch of the kernel `read_forward`, whose docstring gives the shapes.
+
+    Args:
+        queries: [C, r].
+        values: K tensors [..., d].
+        keys: K tensors [..., r], or none where a key is the last r columns of the value.
+        addend: What is added to the last value; None: nothing.
+        parts: Mixtures [..., d] of the first query's unfinished reads.
+        part_stats: Their statistics, [2, tokens] float32 each.
+        normalize: Whether the first read is returned as RMSNorm(h).
+        results: Tensors to write to: ([out, the sum if there is an addend, mixtures], stats,
+            scalars).
     """
     wide, stats, scalars = results
     out, *others = map(rows, wide)
@@ -31,10 +41,10 @@ def forward_launch(
     dim, (tokens, _, count), (sites, rank) = values[0].shape[-1], scalars.shape, queries.shape
     size = rows_for(tokens)
     tensors = {
-        "values": group(values),
-        "keys": group(keys),
-        "addend": group([values[-1] if addend is None else addend]),
-        "parts": group(parts),
+        "values": pointers(values),
+        "keys": pointers(keys),
+        "addend": pointers([values[-1] if addend is None else addend]),
+        "parts": pointers(parts),
         "part_stats": tuple(part_stats),
         "queries": queries.float().contiguous(),
         "out": out,
@@ -53,16 +63,31 @@ def forward_launch(
         "MIXTURES": bool(mixtures),
     }
     tiles = {"ROWS": size, "BLOCK_D": power(dim), "BLOCK_R": power(rank), "BLOCK_K": power(count)}
-    tiles["CHUNK"] = chunk_for(
-        dim, len(mixtures), beside=count
-    )  # where each source lies is known all the while
+    tiles["CHUNK"] = chunk_for(dim, len(mixtures), beside=count)  # a pointer a source is kept
     return Launch(
         "read_forward", (-(-tokens // size),), tensors | sizes | modes | tiles, warps_for(dim)
     )
 
 
 class Backward(NamedTuple):
-    """What the operator `read_backward` is given, in its order: see the kernel of that name."""
+    """The arguments of the operator `read_backward`, in its order.
+
+    Attributes:
+        upstream: C tensors [..., d]: the gradient of `out`, then those of the later queries' reads.
+        out: [..., d], as `read` returned it.
+        values: K tensors [..., d], the addend included.
+        keys: K tensors [..., r], or none.
+        queries: [C, r].
+        later_stats: C - 1 tensors [2, tokens] float32: the log-sum-exp of the finished read of each
+            later query, and ⟨dh, h⟩ of it.
+        stats: [2, tokens] float32 of the first query, as `read` returned it.
+        scalars: [tokens, C + 1, K] float32, as `read` returned them.
+        value_in: Gradients of the values from later operators, [..., d] each; None where there is
+            none.
+        key_in: The same of the keys.
+        normalize: Whether `out` is RMSNorm(h).
+        emit: Whether the gradient of h is returned, for the parts of the first query.
+    """
 
     upstream: Sequence[Tensor]
     out: Tensor
@@ -82,11 +107,16 @@ Gradients = tuple[list[Tensor], list[Tensor], Tensor, list[Tensor], Tensor]
 
 
 def _backward_launch(given: Backward, results: Gradients, beta: Tensor, total: int) -> Launch:
-    """`read_backward`, writing into results (d values, d keys, not d queries, [dh if `emit`], d
-    stats) and beta.
+    """The launch of the kernel `read_backward` for at most MOST_SOURCES sources.
 
-    The sources may be some of `total`; scalars and beta then begin at the first of them, without
-    being cut to size.
+    Args:
+        given: Arguments of the operator. If its sources are some of `total`, its `scalars` begin at
+            the first of them and are not cut at the last.
+        results: Tensors to write to: (d values, d keys, d queries, [dh if `emit`], d stats). The
+            gradient of the queries is not written here.
+        beta: [tokens, C, total] float32 to write to; it begins at the first source, as `scalars`
+            do.
+        total: Number of all sources of the operator.
     """
     values, keys, value_in, key_in = given.values, given.keys, given.value_in, given.key_in
     d_values, d_keys, _, hidden, d_stats = results
@@ -98,10 +128,10 @@ def _backward_launch(given: Backward, results: Gradients, beta: Tensor, total: i
     )
     size, together = rows_for(tokens), sources_for(count, sites)
     tensors = {
-        "upstream": group(given.upstream),
-        "out": group([given.out]),
-        "values": group(values),
-        "keys": group(keys),
+        "upstream": pointers(given.upstream),
+        "out": pointers([given.out]),
+        "values": pointers(values),
+        "keys": pointers(keys),
         "queries": given.queries.float().contiguous(),
         "later_stats": tuple(given.later_stats),
         "stats": given.stats,
@@ -110,8 +140,8 @@ def _backward_launch(given: Backward, results: Gradients, beta: Tensor, total: i
         "key_in": _with_stand_ins(key_in, keys),
         "d_hidden": rows(hidden[0] if given.emit else d_values[0]),
         "d_stats": d_stats,
-        "d_values": group(d_values),
-        "d_keys": group(d_keys),
+        "d_values": pointers(d_values),
+        "d_keys": pointers(d_keys),
         "beta": beta,
         "tokens": tokens,
     }
@@ -124,7 +154,7 @@ def _backward_launch(given: Backward, results: Gradients, beta: Tensor, total: i
         "KEY_IN": _bits(key_in),
     }
     tiles = {"ROWS": size, "BLOCK_D": power(dim), "BLOCK_R": power(rank)}
-    whole = not keys and rank == dim  # then a second coefficient a source and site is held
+    whole = not keys and rank == dim  # then each source and site has a second coefficient
     wide = max(1, min(count, 8, 64 // ((1 + whole) * sites + 4)))
     tiles |= {"CHUNK": chunk_for(dim, together * sites), "GROUP": together}
     tiles |= {"WIDE_CHUNK": chunk_for(dim, 2 * wide), "WIDE_GROUP": wide}
@@ -136,12 +166,18 @@ def _backward_launch(given: Backward, results: Gradients, beta: Tensor, total: i
 def query_launch(
     keys: Sequence[Tensor], beta: Tensor, partial: Tensor, offset: int, span: int
 ) -> Launch:
-    """`query_gradient`; partial: [programs, C, r], one program each `span` tokens; offset: of the
-    key in its tensor.
+    """The launch of the kernel `query_gradient`.
+
+    Args:
+        keys: K tensors that hold the keys.
+        beta: [tokens, C, K] float32, from `read_backward`.
+        partial: [programs, C, r] float32 to write to; a program for every `span` tokens.
+        offset: Column at which a key begins in its tensor.
+        span: Tokens of one program.
     """
     (tokens, sites, count), rank = beta.shape, partial.shape[-1]
     columns = min(64, power(rank))
-    tensors = {"keys": group(keys), "beta": beta, "partial": partial, "tokens": tokens}
+    tensors = {"keys": pointers(keys), "beta": beta, "partial": partial, "tokens": tokens}
     sizes = {
         "OFFSET": offset,
         "RANK": rank,
@@ -159,12 +195,15 @@ def query_launch(
     )
 
 
-MOST_SOURCES = 16  # in one launch of the backward kernel: its code, and the time to compile it, grow with their number
+# Sources of one launch of the backward kernel: its code and compile time grow with their number.
+MOST_SOURCES = 16
 
 
 def backward_launches(given: Backward, results: Gradients, beta: Tensor) -> Iterator[Launch]:
-    """`read_backward` for any number of sources, in slices; only the first writes dh, all write the
-    same statistics.
+    """The launches of `read_backward` for any number of sources, at most MOST_SOURCES in each.
+
+    Only the first writes dh. All write the same statistics. The arguments are those of
+    `_backward_launch`.
     """
     d_values, d_keys, d_queries, hidden, d_stats = results
     for start in range(0, len(given.values), MOST_SOURCES):
@@ -182,18 +221,24 @@ def backward_launches(given: Backward, results: Gradients, beta: Tensor) -> Iter
 
 
 def sources_for(count: int, sites: int) -> int:
-    """Sources whose gradients are made together, sharing one look at the gradients of the sites."""
+    """How many sources one pass over the gradients of the sites serves.
+
+    Args:
+        count: Number of sources.
+        sites: Number of queries.
+    """
     return max(1, min(count, 4, 26 // sites))
 
 
 def _with_stand_ins(
     given: Given, others: Sequence[Tensor]
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """A pointer must point somewhere, even where a bit says that it is not read."""
-    return group(
+    """`given` for a kernel: a pointer is needed even where the kernel does not read it."""
+    return pointers(
         [other if tensor is None else tensor for tensor, other in zip(given, others, strict=True)]
     )
 
 
 def _bits(given: Given) -> int:
+    """Bit i is set where tensor i is there."""
     return sum(1 << i for i, tensor in enumerate(given) if tensor is not None)

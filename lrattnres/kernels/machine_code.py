@@ -1,5 +1,6 @@
-"""What the kernels become: registers, spills and instructions, compiled for a GPU that need not be
-there.
+"""What the compiler makes of the kernels: registers, spills and instructions.
+
+The GPU that they are compiled for need not be in this machine.
 """
 
 from __future__ import annotations
@@ -16,9 +17,14 @@ from lrattnres.kernels.sample import backward_arguments, forward_arguments
 
 
 class MachineCode(NamedTuple):
-    """registers a thread; spilled: bytes of stack and local memory a thread; shared: bytes a
-    program; size: instructions as they stand; instructions: warp instructions a token, each loop
-    counted as often as it runs.
+    """Figures of one compiled kernel.
+
+    Attributes:
+        registers: Of a thread.
+        spilled: Bytes of stack and local memory of a thread; 0 if everything is in registers.
+        shared: Bytes of shared memory of a program.
+        size: Number of instructions in the code.
+        instructions: Warp instructions executed for a token, every turn of a loop counted.
     """
 
     registers: int
@@ -38,7 +44,17 @@ def launches(
     rank: int,
     separate: bool = False,
 ) -> list[Launch]:
-    """All launches of one operator (see `depth.groups.Step`) on bfloat16 sources without memory."""
+    """All launches of one operator on bfloat16 sources of the meta device.
+
+    Args:
+        owned, parts, later, addend, passes: As in `Step` of lrattnres/residual/fused/schedule.py.
+        dim: d, width of a value.
+        rank: r, width of a key.
+        separate: Whether keys are tensors of their own.
+
+    Returns:
+        Those of the forward pass, the backward pass, and the gradient of the queries.
+    """
     forward = forward_arguments(
         owned, parts, later, addend, tokens=4 * SPAN, dim=dim, rank=rank, separate=separate
     )
@@ -47,8 +63,11 @@ def launches(
 
 
 def inspect(launch: Launch, capability: int) -> MachineCode:
-    """Compiles for sm_<capability> and reads the machine code with the tools that come
-    with Triton.
+    """Compiles a kernel and reads its machine code with the tools that Triton brings.
+
+    Args:
+        launch: Of the kernel.
+        capability: Compute capability without the dot, such as 90 for sm_90.
     """
     from triton.backends import nvidia
 
@@ -75,8 +94,14 @@ def inspect(launch: Launch, capability: int) -> MachineCode:
 
 
 def _executed(lines: list[tuple[int, str]], launch: Launch) -> int:
-    """Warp instructions a token. Loops are backward branches, in the order of the kernel, and run
-    as the launch says.
+    """Warp instructions for a token.
+
+    A loop is a branch backwards. Loops stand in the order of the kernel's source, and the launch
+    tells how many turns each takes.
+
+    Args:
+        lines: (address, text) of every instruction.
+        launch: Of the kernel.
     """
     jumps = [
         (int(goal[1], 16), at)

@@ -1,15 +1,14 @@
-"""Depth attention in Triton as two operators of torch, and the autograd function that joins them.
+"""Depth attention in Triton: two operators of torch, and the autograd function that joins them.
 
-`torch.ops.lrattnres.read` and `read_backward` may be traced, exported and checkpointed. `read` here
-is what a model calls; its meaning is that of `reference.read`.
+`torch.ops.lrattnres.read` and `torch.ops.lrattnres.read_backward` may be traced, exported and
+checkpointed. `read` here is what a model calls; it means the same as `reference.read`.
 
-Gradients take a short cut between the operators of one pass. A finished read h = Σ_p e^(l_p − L)
-m_p + … has many
-unfinished parts, and what the owner of a part needs from it is the same for all: dh, L and ⟨dh, h⟩.
-So these travel
-backward in place of the gradients of m_p and l_p: one tensor for all parts, nothing scaled, and
-each source's gradient is made in one pass by its owner. A Part must therefore go to exactly one
-`read`, and nowhere else.
+Gradients between the operators of one pass are not passed on in the usual form. A finished read is
+h = Σ_p e^(l_p − L) m_p + …, where m_p and l_p are the mixtures and log-sum-exps of its parts. The
+operator that wrote a part needs from the operator that finished it only dh, L and ⟨dh, h⟩, and
+these are the same for all parts. So they are returned in place of the gradients of m_p and l_p: one
+tensor for all parts, not scaled, and each source's gradient is computed in one pass by the operator
+that owns it. Therefore a Part must go to exactly one `read`, and to nothing else.
 """
 
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ from lrattnres.kernels.launches import (
 )
 from lrattnres.kernels.reference import Part, Reading, check_shapes
 
-SPAN = 128  # tokens whose share of a query's gradient one program sums
+SPAN = 128  # tokens over which one program sums the gradient of the queries
 
 
 @torch.library.custom_op("lrattnres::read", mutates_args=())
@@ -41,8 +40,20 @@ def read_op(
     part_stats: Sequence[Tensor],
     normalize: bool,
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """([out, total if there is an addend, mixtures if there are several sources], stats, scalars):
-    see `read_forward`.
+    """The operator `torch.ops.lrattnres.read`.
+
+    Args:
+        queries: [C, r].
+        values: K tensors [..., d].
+        keys: K tensors [..., r], or none where a key is the last r columns of the value.
+        addend: [..., d], added to the last value; None: nothing.
+        parts: Mixtures [..., d] of the first query's unfinished reads.
+        part_stats: Their statistics, [2, tokens] float32 each.
+        normalize: Whether the first read is returned as RMSNorm(h).
+
+    Returns:
+        ([out, the last value with the addend if there is one, C - 1 mixtures unless K is 1], stats,
+        scalars); the kernel `read_forward` gives their shapes.
     """
     results, launch = plan_read(queries, values, keys, addend, parts, part_stats, normalize)
     fire(launch)
@@ -58,7 +69,7 @@ def plan_read(
     part_stats: Sequence[Tensor],
     normalize: bool,
 ) -> tuple[tuple[list[Tensor], list[Tensor], Tensor], Launch]:
-    """Room for what `read` returns, and the launch that fills it."""
+    """Allocates what `read_op` returns, and makes the launch that fills it; same arguments."""
     results = _read_outputs(queries, values, addend)
     return results, forward_launch(
         queries, values, keys, addend, parts, part_stats, normalize, results
@@ -68,7 +79,7 @@ def plan_read(
 def _read_outputs(
     queries: Tensor, values: Sequence[Tensor], addend: Tensor | None
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """Room for what `read` returns."""
+    """Allocates what `read_op` returns."""
     sites, tokens = queries.shape[0], values[0].shape[:-1].numel()
     mixtures = sites - 1 if len(values) > 1 else 0
     wide = [
@@ -98,7 +109,13 @@ def read_backward_op(
     normalize: bool,
     emit: bool,
 ) -> tuple[list[Tensor], list[Tensor], Tensor, list[Tensor], Tensor]:
-    """(d values, d keys, d queries, [dh if `emit`], d stats): see the kernel `read_backward`."""
+    """The operator `torch.ops.lrattnres.read_backward`; its arguments are the fields of `Backward`.
+
+    Returns:
+        (d values, d keys, d queries, [dh if `emit`], d stats) in the shapes of what they are
+        gradients
+        of. d stats is [2, tokens] float32: L and ⟨dh, h⟩ of the first query.
+    """
     given = Backward(
         upstream,
         out,
@@ -121,8 +138,9 @@ def read_backward_op(
 
 
 def plan_backward(given: Backward) -> tuple[Gradients, list[Launch]]:
-    """Room for what `read_backward` returns, and the launches that fill it; the last one is the
-    queries'.
+    """Allocates what `read_backward_op` returns, and makes the launches that fill it.
+
+    The last launch is that of the queries' gradient.
     """
     values, keys, queries, scalars = given.values, given.keys, given.queries, given.scalars
     results = _backward_outputs(values, keys, queries, given.stats, given.emit)
@@ -140,7 +158,7 @@ def plan_backward(given: Backward) -> tuple[Gradients, list[Launch]]:
 def _backward_outputs(
     values: Sequence[Tensor], keys: Sequence[Tensor], queries: Tensor, stats: Tensor, emit: bool
 ) -> tuple[list[Tensor], list[Tensor], Tensor, list[Tensor], Tensor]:
-    """Room for what `read_backward` returns."""
+    """Allocates what `read_backward_op` returns."""
     d_values = [value.new_empty(value.shape) for value in values]
     hidden = [values[0].new_empty(values[0].shape)] if emit else []
     return (
@@ -171,7 +189,14 @@ def _(  # type: ignore[no-untyped-def]
 
 
 class _Layout(NamedTuple):
-    """How the flat arguments and results of `_Read` are cut: how many there are of each kind."""
+    """How many tensors of each kind there are in the flat arguments and results of `_Read`.
+
+    Attributes:
+        values, keys, parts: As given to `read`.
+        later: Number of queries after the first.
+        addend: Whether the last value has an addend.
+        normalize, passes: As given to `read`.
+    """
 
     values: int
     keys: int
@@ -182,11 +207,13 @@ class _Layout(NamedTuple):
     passes: bool
 
     def passed(self) -> tuple[int, int, int]:
-        """Sums (one at most), values and keys that are handed on."""
+        """How many sums (0 or 1), values and keys are returned with gradients."""
         return self.addend, (self.values - self.addend) * self.passes, self.keys * self.passes
 
 
 class _Read(torch.autograd.Function):
+    """`read` on flat tensors, with its gradient."""
+
     @staticmethod
     def forward(
         ctx: Any, layout: _Layout, queries: Tensor, addend: Tensor | None, *tensors: Tensor
@@ -206,9 +233,7 @@ class _Read(torch.autograd.Function):
         ctx.layout = layout
         ctx.save_for_backward(queries, out, stats[0], scalars, *values, *keys)
         total = wide[1:2] if layout.addend else []
-        if (
-            not layout.passes
-        ):  # nothing comes back through it, and nobody may invent zeros of its size
+        if not layout.passes:  # no gradient comes back, and autograd must not make zeros for it
             ctx.mark_non_differentiable(*total)
             return (out, *total, *mixtures, *stats[1:])
         passed = [tensor.view_as(tensor) for tensor in (*values[: len(values) - len(total)], *keys)]
@@ -223,7 +248,7 @@ class _Read(torch.autograd.Function):
             gradients, 1, *layout.passed(), layout.later, layout.later
         )
         upstream = [torch.zeros_like(out) if g is None else g for g in (*grad, *later)]
-        # A read that nobody used weighs nothing: its log-sum-exp is infinite.
+        # An unused read has no gradient: with an infinite log-sum-exp its weights are 0.
         later_stats = [torch.full_like(stats, torch.inf) if s is None else s for s in later_stats]
         d_values, d_keys, d_queries, hidden, d_stats = torch.ops.lrattnres.read_backward(
             upstream,
@@ -253,7 +278,7 @@ class _Read(torch.autograd.Function):
 
 
 def _cut(flat: Sequence[Any], *counts: int) -> list[list[Any]]:
-    """Consecutive pieces of the given lengths."""
+    """Cuts a sequence into pieces of the given lengths."""
     pieces, start = [], 0
     for count in counts:
         pieces.append(list(flat[start : start + count]))
@@ -272,10 +297,13 @@ def read(
     normalize: bool,
     passes: bool,
 ) -> Reading:
-    """`reference.read` in Triton. A Part's statistics are [2, tokens] float32: its log-sum-exp, and
-    a row of zeros.
+    """`reference.read` in Triton; same arguments, but for `scoring`, which is the default one.
 
-    Raises ValueError for inputs the kernels do not take: mixed types, devices or shapes.
+    The statistics of a Part are [2, tokens] float32: its log-sum-exp, and zeros.
+
+    Raises:
+        ValueError: The inputs are none that the kernels take, or of several dtypes, devices or
+            shapes.
     """
     _check(queries, values, keys, addend)
     later = queries.shape[0] - 1
@@ -296,7 +324,8 @@ def _check(
     first = values[0]
     if first.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(
-            f"values are {first.dtype}: the Triton kernels take float32 and bfloat16; write kernels=reference"
+            f"values are {first.dtype}: the Triton kernels take float32 and bfloat16; write "
+            "kernels=reference"
         )
     if keys and len(keys) != len(values):
         raise ValueError(f"{len(keys)} keys for {len(values)} values: write one a source, or none")
@@ -305,5 +334,6 @@ def _check(
     for tensor in (*written, *keys):
         if (tensor.dtype, tensor.device) != (first.dtype, first.device):
             raise ValueError(
-                f"{tensor.dtype} on {tensor.device} among tensors of {first.dtype} on {first.device}"
+                f"{tensor.dtype} on {tensor.device} among tensors of {first.dtype} on "
+                f"{first.device}"
             )

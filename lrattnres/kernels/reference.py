@@ -1,7 +1,7 @@
-"""Depth attention in plain torch: the truth that every faster kernel is held against.
+"""Depth attention in plain torch: the definition that every faster kernel is tested against.
 
-A source is one tensor [..., d] with its key [..., r]; sources are never stacked, so nothing of
-width d is copied. All arithmetic is float32 (float64 for float64 inputs).
+A source is a value [..., d] with its key [..., r]. Sources are not stacked, so nothing of width d
+is copied. All arithmetic is float32 (float64 for float64 inputs).
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ EPSILON = 2.0**-23
 
 
 def wide(x: Tensor) -> Tensor:
-    """x in the type of all arithmetic here: float64 stays, everything else is float32."""
+    """x as float32; float64 stays as it is. This is the dtype of all arithmetic here."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def rms_norm(x: Tensor, eps: float = EPSILON) -> Tensor:
-    """x·rsqrt(mean(x²) + ε) over the last dimension, without a gain; computed in float32, returned
-    in x's dtype.
+    """x·rsqrt(mean(x²) + ε) over the last dimension, without a gain.
+
+    Computed in float32 (float64 for float64), returned in the dtype of x.
     """
     return F.rms_norm(wide(x), x.shape[-1:], eps=eps).to(x.dtype)
 
 
 class Scoring(NamedTuple):
-    """How a key is scored; the defaults are what every kernel computes.
+    """How keys are scored. Every kernel computes the defaults, and some compute more.
 
-    Args:
-        normalize: score RMSNorm(key), else the key.
-        heads: query, key and value are cut into as many equal slices, each with a softmax of its
-            own over the sources; the mixtures lie side by side.
-        whole: a key is normalised before it is cut; else each slice by itself.
+    Attributes:
+        normalize: Whether the logit is query · RMSNorm(key), or query · key.
+        heads: Query, key and value are cut into this number of equal slices. Each slice has a
+            softmax of its own over the sources. The mixtures are joined again.
+        whole: Whether a key is normalised before it is cut, or each slice by itself.
     """
 
     normalize: bool = True
@@ -43,13 +44,11 @@ class Scoring(NamedTuple):
     whole: bool = False
 
     def split(self, x: Tensor) -> Tensor:
-        """[..., heads, width / heads] of [..., width]; one head is left without a dimension of its
-        own.
-        """
+        """[..., width] as [..., heads, width / heads]; with one head, x as it is."""
         return x if self.heads == 1 else x.unflatten(-1, (self.heads, -1))
 
     def join(self, x: Tensor) -> Tensor:
-        """What `split` cut."""
+        """The inverse of `split`."""
         return x if self.heads == 1 else x.flatten(-2)
 
 
@@ -57,23 +56,25 @@ PLAIN = Scoring()
 
 
 def depth_weights(query: Tensor, keys: Sequence[Tensor], scoring: Scoring = PLAIN) -> Tensor:
-    """α = softmax over sources of query · RMSNorm(key), with neither scale nor bias.
+    """α = softmax over the sources of query · RMSNorm(key), without scale or bias.
 
-    query: [r], or [..., r] where it depends on the input; keys: one [..., r] a source. Returns
-    float32 [..., number of sources], or [..., heads, number of sources] for several heads.
+    Args:
+        query: [r], or [..., r] where it depends on the input.
+        keys: One [..., r] for each source.
+        scoring: How keys are scored.
+
+    Returns:
+        float32 [..., sources], or [..., heads, sources] with several heads.
     """
     return torch.softmax(depth_logits(query, keys, scoring), dim=-1)
 
 
 def depth_logits(query: Tensor, keys: Sequence[Tensor], scoring: Scoring = PLAIN) -> Tensor:
-    """query · RMSNorm(key) of every source: float32 [..., number of sources], as in
-    `depth_weights`.
-    """
+    """The logits whose softmax is `depth_weights`, with the same arguments and shape."""
     logits, query = [], scoring.split(query)
     for whole in map(wide, keys):
         key = scoring.split(whole)
-        # The dot product is scaled, not the key: only a scalar a token, and no normalised key is
-        # kept.
+        # The dot product is scaled, not the key: so no normalised key is kept.
         scale = None
         if scoring.normalize:
             part = whole if scoring.whole else key
@@ -92,13 +93,32 @@ def depth_logits(query: Tensor, keys: Sequence[Tensor], scoring: Scoring = PLAIN
 def depth_attention(
     query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scoring: Scoring = PLAIN
 ) -> Tensor:
-    """Σ α_i v_i over the sources; values: one [..., d] a source. Returns [..., d] in float32."""
+    """h = Σ_i α_i v_i over the sources.
+
+    Args:
+        query: As in `depth_weights`.
+        keys: As in `depth_weights`.
+        values: One [..., d] for each source.
+        scoring: How keys are scored.
+
+    Returns:
+        float32 [..., d].
+    """
     return scoring.join(
         weighted_sum(depth_weights(query, keys, scoring), list(map(scoring.split, values)))
     )
 
 
 def weighted_sum(weights: Tensor, values: Sequence[Tensor]) -> Tensor:
+    """Σ_i w_i v_i.
+
+    Args:
+        weights: float32 [..., K].
+        values: K tensors [..., d].
+
+    Returns:
+        float32 [..., d].
+    """
     first, *others = weights.unsqueeze(-1).unbind(-2)
     mixture = first * wide(values[0])
     for weight, value in zip(others, values[1:], strict=True):
@@ -107,8 +127,15 @@ def weighted_sum(weights: Tensor, values: Sequence[Tensor]) -> Tensor:
 
 
 def check_shapes(rank: int, values: Sequence[Tensor], keys: Sequence[Tensor]) -> None:
-    """Raises ValueError for tensors that are not the sources of one read by queries of width
-    `rank`: nothing is broadcast.
+    """Checks that tensors are the sources of one read; nothing is broadcast.
+
+    Args:
+        rank: r, width of the queries.
+        values: At least one tensor [..., d].
+        keys: Tensors [..., r]; none: a key is the last r coordinates of a value.
+
+    Raises:
+        ValueError: A shape does not fit.
     """
     first = values[0].shape
     dim = first[-1] if first else 0
@@ -123,8 +150,12 @@ def check_shapes(rank: int, values: Sequence[Tensor], keys: Sequence[Tensor]) ->
 
 
 class Part(NamedTuple):
-    """An unfinished read over some sources: their mixture [..., d], and statistics of which only
-    the kernel that wrote them knows the layout (here the log-sum-exp of their logits, [...]).
+    """An unfinished read over some of the sources.
+
+    Attributes:
+        mixture: [..., d], Σ α_i v_i over these sources, or [..., heads, d / heads].
+        stats: What is needed to finish it. The layout is that of the kernel that wrote it; here the
+            log-sum-exp of the logits, float32 [...], or [..., heads].
     """
 
     mixture: Tensor
@@ -132,8 +163,13 @@ class Part(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What `read` returns: the first query's read, the sources as later operators must see them,
-    one Part a later query.
+    """What `read` returns.
+
+    Attributes:
+        out: [..., d], the finished read of the first query.
+        values: The sources as later operators must see them, the addend included.
+        keys: The same of the keys; empty if none were given.
+        parts: One Part for each later query.
     """
 
     out: Tensor
@@ -153,16 +189,21 @@ def read(
     passes: bool,
     scoring: Scoring = PLAIN,
 ) -> Reading:
-    """Depth attention for consecutive sites at once: finishes the read of the first, prepares those
-    of the others.
+    """Reads for consecutive sites: finishes the read of the first, and begins those of the others.
 
-    queries [C, r], or [C, ..., r] where they depend on the input; values: K tensors [..., d], the
-    last one lacking `addend` if there is one; keys: as many [..., r], or none where the key is the
-    last r coordinates of the value. `parts`: what the first query has read of other sources
-    already; of several heads (`scoring`) their mixtures are [..., heads, d / heads]. Returns
-    RMSNorm(h) if `normalize`, else h, in the type of the values. `passes`: whether a later operator
-    reads the returned sources too, so that gradients will come through them; plain torch need not
-    know.
+    Args:
+        queries: [C, r], or [C, ..., r] where they depend on the input.
+        values: K tensors [..., d]; `addend` is still to be added to the last.
+        keys: K tensors [..., r]; none: a key is the last r coordinates of a value.
+        addend: [..., d], added to the last value; None: nothing.
+        parts: What the first query has read of other sources already.
+        normalize: Whether `out` is RMSNorm(h), or h.
+        passes: Whether a later operator reads the returned sources too, so that gradients come back
+            through them. Plain torch does not need to know it.
+        scoring: How keys are scored.
+
+    Returns:
+        The finished read in the dtype of the values, the sources, and a Part for each later query.
     """
     if addend is not None:
         values = (*values[:-1], addend + values[-1])

@@ -1,6 +1,4 @@
-"""Inputs of one operator, made up: to time it, to compile it where no memory is needed, to count
-what it touches.
-"""
+"""Made-up inputs of one operator, to time it, to compile it or to count its memory traffic."""
 
 from __future__ import annotations
 
@@ -25,8 +23,16 @@ def forward_arguments(
     device: torch.device | str = "meta",
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Any, ...]:
-    """Arguments of `torch.ops.lrattnres.read`: random tensors for a step (see `depth.groups.Step`)
-    of so many tokens.
+    """Random arguments for `torch.ops.lrattnres.read`.
+
+    Args:
+        owned, parts, later, addend: As in `Step` of lrattnres/residual/fused/schedule.py.
+        tokens: Number of tokens.
+        dim: d, width of a value.
+        rank: r, width of a key.
+        separate: Whether keys are tensors of their own.
+        device: On the meta device nothing takes memory.
+        dtype: Of values and keys; queries and statistics are float32.
     """
 
     def some(count: int, width: int) -> list[Tensor]:
@@ -49,8 +55,12 @@ def forward_arguments(
 def backward_arguments(
     forward: tuple[Any, ...], results: tuple[Any, ...], passes: bool
 ) -> Backward:
-    """Arguments of `torch.ops.lrattnres.read_backward` for what `read` made of `forward`; the
-    gradients are random.
+    """Arguments for `torch.ops.lrattnres.read_backward`, with random gradients.
+
+    Args:
+        forward: The arguments of `read`.
+        results: What it returned.
+        passes: Whether gradients of the sources come from later operators too.
     """
     queries, values, keys, addend, parts, _, normalize = forward
     wide, stats, scalars = results

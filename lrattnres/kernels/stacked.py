@@ -1,10 +1,8 @@
-"""Depth attention for a token at a time: the sources are stacked, and one product serves all of
-them and all sites.
+"""Depth attention for one token at a time: sources are stacked, and one product serves all sites.
 
-With many tokens a stack would be one more copy of everything. With one token that copy is cheap,
-and dear is the number
-of operators: a handful here, where `reference.read` takes several for every pair of source and
-site.
+With many tokens a stack is one more copy of everything. With one token that copy is cheap, and the
+number of operators costs most: a handful here, where `reference.read` needs several for every
+source and site.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lrattnres.kernels.backends import DepthKernels
-from lrattnres.kernels.reference import EPSILON, Part, Reading, rms_norm
+from lrattnres.kernels.reference import EPSILON, Part, Reading, rms_norm, wide
 
 
 def read(
@@ -28,8 +26,9 @@ def read(
     normalize: bool,
     passes: bool,
 ) -> Reading:
-    """`reference.read` with the same meaning, the same statistics in a Part and the same arithmetic
-    in float32.
+    """`reference.read` with the default `Scoring`: the same arguments, results and arithmetic.
+
+    The statistics of a Part are the same too.
     """
     if addend is not None:
         values = (*values[:-1], addend + values[-1])
@@ -38,9 +37,8 @@ def read(
     stack = rows[..., :count, :] if parts else rows
     made = _stack(keys) if keys else stack[..., stack.shape[-1] - queries.shape[-1] :]
     scale = torch.rsqrt(torch.linalg.vecdot(made, made) / made.shape[-1] + EPSILON)
-    logits = (made @ queries.to(made.dtype).T * scale.unsqueeze(-1)).transpose(
-        -1, -2
-    )  # [..., C, K]
+    logits = made @ queries.to(made.dtype).T * scale.unsqueeze(-1)
+    logits = logits.transpose(-1, -2)  # [..., C, K]
     first = logits[..., 0, :]
     if parts:
         first = torch.cat([first, *(part.stats.unsqueeze(-1) for part in parts)], dim=-1)
@@ -55,8 +53,7 @@ def read(
 
 
 def _stack(tensors: Sequence[Tensor]) -> Tensor:
-    stack = torch.stack(tuple(tensors), dim=-2)
-    return stack if stack.dtype == torch.float64 else stack.float()
+    return wide(torch.stack(tuple(tensors), dim=-2))
 
 
-STACKED = DepthKernels("stacked", read, True, lambda device, dtype: None, True)
+STACKED = DepthKernels("stacked", read, True, lambda device, dtype: None, plain=True)

@@ -1,23 +1,25 @@
-"""The three Triton kernels of depth attention. A program holds ROWS tokens; arithmetic is float32,
-sources are never stacked.
+"""The three Triton kernels of depth attention: `read_forward`, `read_backward`, `query_gradient`.
 
-They speak of one operator, the *read of a group*: K sources v_i with keys k_i, which this operator
-owns, C queries q_c of consecutive sites, and P parts. A part is an unfinished read of the first
-query over sources that others own: a mixture m_p and the log-sum-exp l_p of its logits.
+A program computes ROWS tokens. Arithmetic is float32, and sources are not stacked.
 
-    s_ic = q_c · k_i · rsqrt(mean(k_i²) + ε)        first query:  h = Σ_i e^(s_i0 − L) v_i + Σ_p e^(l_p − L) m_p
-                                                    later ones:   m_c = Σ_i e^(s_ic − l_c) v_i,   l_c = log Σ_i e^(s_ic)
+One operator reads K sources v_i with keys k_i, which it *owns*, by C queries q_c of consecutive
+sites. For the first query there are also P parts. A part is an unfinished read of the first query
+over sources that other operators own: a mixture m_p, and the log-sum-exp l_p of its logits.
+
+    s_ic = q_c · k_i · rsqrt(mean(k_i²) + ε)
+
+    first query:    h = Σ_i e^(s_i0 − L) v_i + Σ_p e^(l_p − L) m_p
+    later queries:  m_c = Σ_i e^(s_ic − l_c) v_i,   l_c = log Σ_i e^(s_ic)
 
 L is the log-sum-exp over all sources and parts. What is written for the first query is RMSNorm(h),
-or h itself. The key of a source lies in its last RANK columns (SEPARATE=False) or in a tensor of
-its own. The last source may arrive as two summands; their sum, rounded to their type, is then
-written as well.
+or h itself. The key of a source is its last RANK columns (SEPARATE=False), or a tensor of its own.
+The last source may be given as two summands. Their sum, rounded to their dtype, is then written as
+well.
 
-An argument that is a group of tensors is a pair: their pointers, and their row strides. Scalars a
-token and source (`scalars` [tokens, C + 1, K]) are the logits, and in their last row
-rsqrt(mean(k_i²) + ε). A mask is None where it
-would be true everywhere: at one token a program and a power of two of columns it costs as much as
-the arithmetic.
+An argument that stands for several tensors is a pair: a tuple of pointers, and a tuple of strides
+from token to token, in elements. `scalars` [tokens, C + 1, K] are the logits s_ic, and in the last
+row rsqrt(mean(k_i²) + ε). A mask is None where it would be true everywhere: with one token a
+program and a power of two of columns it would cost as much as the arithmetic.
 """
 
 from __future__ import annotations
@@ -30,18 +32,21 @@ EPSILON = tl.constexpr(2.0**-23)
 
 @triton.jit
 def _get(pointer, mask):
+    """The value at a pointer; 0 where the mask is false."""
     return tl.load(pointer) if mask is None else tl.load(pointer, mask=mask, other=0.0)
 
 
 @triton.jit
 def _load(tensors, i: tl.constexpr, row, column, mask):
+    """[ROWS, columns] float32 of tensor i of an argument that stands for several."""
     return _get(tensors[0][i] + row[:, None] * tensors[1][i] + column[None, :], mask).to(tl.float32)
 
 
 @triton.jit
 def _inside(live, column, WIDTH: tl.constexpr, EVEN: tl.constexpr):
-    """Which elements of a tile exist; `live` is None where all rows do, EVEN says that all columns
-    do.
+    """The mask of the elements of a tile that exist; None: all do.
+
+    `live` [ROWS] says which rows exist, None: all. EVEN says that all columns do.
     """
     if live is None:
         mask = None if EVEN else (column < WIDTH)[None, :]
@@ -52,8 +57,9 @@ def _inside(live, column, WIDTH: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def _source(values, addend, i: tl.constexpr, LAST: tl.constexpr, row, column, mask):
-    """Source i; the last one with its second summand, if there is one, rounded as the sum is
-    rounded in memory.
+    """Source i as float32.
+
+    Source LAST gets its addend, and the sum is rounded to the dtype in which it is written.
     """
     x = _load(values, i, row, column, mask)
     if i == LAST:
@@ -67,14 +73,19 @@ def _source(values, addend, i: tl.constexpr, LAST: tl.constexpr, row, column, ma
 
 @triton.jit
 def read_forward(
-    values, keys, addend, parts, part_stats, queries, out, total, mixtures, stats, scalars, weights, tokens,
+    values, keys, addend, parts, part_stats, queries, out, total, mixtures, stats, scalars,
+    weights, tokens,
     D: tl.constexpr, RANK: tl.constexpr, K: tl.constexpr, C: tl.constexpr, P: tl.constexpr,
     SEPARATE: tl.constexpr, ADDEND: tl.constexpr, NORMALIZE: tl.constexpr, MIXTURES: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Writes out [tokens, D], mixtures C−1 × [tokens, D] (if MIXTURES), total [tokens, D] (if
-    ADDEND), scalars, and stats C × [2, tokens]: the log-sum-exp; below it 1/rms of h for the first
-    query, zero for the others. weights [tokens, C, K] is scratch.
+    """Writes what one operator reads.
+
+    Written, of the dtype of the values: out [tokens, D]; mixtures, C−1 × [tokens, D] (if MIXTURES);
+    total [tokens, D], the last source with its addend (if ADDEND). Written in float32: scalars
+    [tokens, C + 1, K]; stats, C × [2, tokens]: the log-sum-exp, and below it 1/rms(h) for the first
+    query, zero for the others. weights [tokens, C, K] float32 is scratch memory.
     """
     LAST: tl.constexpr = K - 1 if ADDEND else -1
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -109,10 +120,11 @@ def read_forward(
 
 @triton.jit
 def _logits(
-    values, keys, addend, queries, scalars, row, live, D: tl.constexpr, RANK: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
+    values, keys, addend, queries, scalars, row, live,
+    D: tl.constexpr, RANK: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
     SEPARATE: tl.constexpr, LAST: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """s_ic of every owned source and query, and 1/rms of every key."""
+    """Writes s_ic of every owned source and query, and 1/rms of every key."""
     column = tl.arange(0, BLOCK_R)
     inside = _inside(live, column, RANK, RANK == BLOCK_R)
     for i in tl.static_range(K):
@@ -135,8 +147,9 @@ def _weights(
     part_stats, stats, scalars, weights, row, live, tokens,
     K: tl.constexpr, C: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Writes every query's log-sum-exp and weights, and returns the first one's log-sum-exp, which
-    counts its parts too.
+    """Writes the log-sum-exp and the weights of every query.
+
+    Returns the log-sum-exp of the first query, which includes its parts.
     """
     source = tl.arange(0, BLOCK_K)
     known = (source < K)[None, :] if live is None else live[:, None] & (source < K)[None, :]
@@ -168,10 +181,11 @@ def _weights(
 
 @triton.jit
 def _mixtures(
-    values, addend, mixtures, weights, row, live, D: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
+    values, addend, mixtures, weights, row, live,
+    D: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
     LAST: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The unfinished reads of all later queries: the sources go by once, in chunks of columns."""
+    """Writes m_c of all later queries; each source is read once, in chunks of columns."""
     for start in range(0, BLOCK_D, CHUNK):
         column = start + tl.arange(0, CHUNK)
         inside = _inside(live, column, D, D == BLOCK_D)
@@ -192,21 +206,28 @@ def _mixtures(
 def read_backward(
     upstream, out, values, keys, queries, later_stats, stats, scalars, value_in, key_in,
     d_hidden, d_stats, d_values, d_keys, beta, tokens,
-    D: tl.constexpr, RANK: tl.constexpr, K: tl.constexpr, TOTAL: tl.constexpr, C: tl.constexpr, SEPARATE: tl.constexpr,
-    NORMALIZE: tl.constexpr, EMIT: tl.constexpr, VALUE_IN: tl.constexpr, KEY_IN: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
-    WIDE_CHUNK: tl.constexpr, WIDE_GROUP: tl.constexpr,
+    D: tl.constexpr, RANK: tl.constexpr, K: tl.constexpr, TOTAL: tl.constexpr, C: tl.constexpr,
+    SEPARATE: tl.constexpr, NORMALIZE: tl.constexpr, EMIT: tl.constexpr,
+    VALUE_IN: tl.constexpr, KEY_IN: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, CHUNK: tl.constexpr,
+    GROUP: tl.constexpr, WIDE_CHUNK: tl.constexpr, WIDE_GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of every owned source in one pass, added to what later operators found (bits of
-    VALUE_IN, KEY_IN).
+    """Writes the gradient of every owned source, added to that from later operators.
 
-    With α_ic = e^(s_ic − L_c) and g_c the gradient of the finished h of query c:
-        dv_i = Σ_c α_ic g_c      ds_ic = α_ic (⟨g_c, v_i⟩ − ⟨g_c, h_c⟩)      dk_i from ds_ic through the key's norm.
-    upstream: the gradient of `out`, then g_c of later queries; later_stats: C−1 × [2, tokens], L_c
-    and ⟨g_c, h_c⟩. The same of the first query goes to d_hidden (if EMIT) and d_stats, for the
-    owners of its parts. beta [tokens, C, TOTAL] is ds_ic·rsqrt(mean(k_i²) + ε), from which
-    `query_gradient` goes on. These K may be some of TOTAL sources: scalars and beta have rows of
-    that length.
+    With α_ic = e^(s_ic − L_c), and g_c the gradient of the finished h of query c:
+
+        dv_i = Σ_c α_ic g_c
+        ds_ic = α_ic (⟨g_c, v_i⟩ − ⟨g_c, h_c⟩)
+        dk_i follows from ds_ic through the norm of the key
+
+    upstream: the gradient of `out`, then g_c of the later queries. later_stats: C−1 × [2, tokens],
+    L_c and ⟨g_c, h_c⟩. Bit i of VALUE_IN and KEY_IN says whether value_in and key_in hold a
+    gradient of source i from later operators.
+
+    The same statistics of the first query go to d_stats, and g_0 to d_hidden (if EMIT), for the
+    operators that own its parts. beta [tokens, C, TOTAL] float32 is ds_ic·rsqrt(mean(k_i²) + ε);
+    `query_gradient` reads it. The K sources may be some of TOTAL: rows of scalars and beta have
+    TOTAL entries.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = None if ROWS == 1 else row < tokens
@@ -217,8 +238,8 @@ def read_backward(
     scale = _get(stats + tokens + row, live)
     along, inner = tl.zeros_like(scale), tl.sum(g * h, 1)
     if NORMALIZE:
-        # g_0 = (g − out·mean(g·out))/rms(h), so ⟨g_0, h⟩ is this, and not zero: ε counts, and so
-        # does the rounding of out.
+        # g_0 = (g − out·mean(g·out))/rms(h). So ⟨g_0, h⟩ is this, and not zero, because of ε and
+        # of the rounding of out.
         along = inner / D
         inner = along * tl.sum(tl.where(column < D, 1.0 - h * h, 0.0), 1)
     if EMIT:
@@ -233,23 +254,29 @@ def read_backward(
     finished = (along, scale, out)
     all_stats = (d_stats,) + later_stats  # noqa: RUF005 — no unpacking in the kernel language
     for base in tl.static_range(0, K, GROUP):
-        _score_gradients(upstream, finished, values, all_stats, scalars, beta, row, live, tokens,
-                         D, K, TOTAL, C, NORMALIZE, ROWS, BLOCK_D, CHUNK, base, GROUP)  # fmt: skip
+        _score_gradients(
+            upstream, finished, values, all_stats, scalars, beta, row, live, tokens,
+            D, K, TOTAL, C, NORMALIZE, ROWS, BLOCK_D, CHUNK, base, GROUP,
+        )  # fmt: skip
     tl.debug_barrier()
     for base in tl.static_range(0, K, WIDE_GROUP):
-        _value_gradients(upstream, finished, values, queries, all_stats, scalars, beta, value_in, d_values, row, live,
-                         D, RANK, K, TOTAL, C, SEPARATE, NORMALIZE, VALUE_IN, ROWS, BLOCK_D, WIDE_CHUNK, base,
-                         WIDE_GROUP)  # fmt: skip
+        _value_gradients(
+            upstream, finished, values, queries, all_stats, scalars, beta, value_in, d_values,
+            row, live, D, RANK, K, TOTAL, C, SEPARATE, NORMALIZE, VALUE_IN, ROWS, BLOCK_D,
+            WIDE_CHUNK, base, WIDE_GROUP,
+        )  # fmt: skip
     if SEPARATE or RANK < D:
         for i in tl.static_range(K):
-            _key_gradient(upstream, finished, values, keys, queries, all_stats, scalars, beta, value_in, key_in,
-                          d_values, d_keys, row, live, i, D, RANK, TOTAL, C, SEPARATE, NORMALIZE, VALUE_IN, KEY_IN,
-                          ROWS, BLOCK_R)  # fmt: skip
+            _key_gradient(
+                upstream, finished, values, keys, queries, all_stats, scalars, beta, value_in,
+                key_in, d_values, d_keys, row, live, i, D, RANK, TOTAL, C, SEPARATE, NORMALIZE,
+                VALUE_IN, KEY_IN, ROWS, BLOCK_R,
+            )  # fmt: skip
 
 
 @triton.jit
 def _gradient(upstream, finished, c: tl.constexpr, NORMALIZE: tl.constexpr, row, column, mask):
-    """g_c; that of the first query comes through its RMSNorm."""
+    """g_c; that of the first query is taken back through its RMSNorm."""
     g = _load(upstream, c, row, column, mask)
     if c == 0 and NORMALIZE:
         along, scale, out = finished
@@ -259,15 +286,9 @@ def _gradient(upstream, finished, c: tl.constexpr, NORMALIZE: tl.constexpr, row,
 
 @triton.jit
 def _weight(
-    all_stats,
-    scalars,
-    c: tl.constexpr,
-    i: tl.constexpr,
-    row,
-    live,
-    TOTAL: tl.constexpr,
-    C: tl.constexpr,
-):
+    all_stats, scalars, c: tl.constexpr, i: tl.constexpr, row, live,
+    TOTAL: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
     """α_ic."""
     return tl.exp(
         _get(scalars + (row * (C + 1) + c) * TOTAL + i, live) - _get(all_stats[c] + row, live)
@@ -278,10 +299,12 @@ def _weight(
 def _score_gradients(
     upstream, finished, values, all_stats, scalars, beta, row, live, tokens,
     D: tl.constexpr, K: tl.constexpr, TOTAL: tl.constexpr, C: tl.constexpr, NORMALIZE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, START: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
+    START: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """beta of GROUP sources from START on: ⟨g_c, v_i⟩ is summed thread by thread, and over threads
-    only once.
+    """Writes beta of GROUP sources, from source START on.
+
+    ⟨g_c, v_i⟩ is summed in each thread over the columns, and once over the threads at the end.
     """
     END: tl.constexpr = START + GROUP if START + GROUP < K else K
     dots = ()
@@ -331,8 +354,9 @@ def _value_gradients(
     VALUE_IN: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
     START: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Columns of dv_i, for GROUP sources from START on, that are no key's, or whose key is the
-    whole value.
+    """Writes columns of dv_i for GROUP sources, from source START on.
+
+    They are the columns that belong to no key, or all if the key is the whole value.
     """
     END: tl.constexpr = START + GROUP if START + GROUP < K else K
     N: tl.constexpr = END - START
@@ -380,11 +404,13 @@ def _value_gradients(
 
 @triton.jit
 def _key_gradient(
-    upstream, finished, values, keys, queries, all_stats, scalars, beta, value_in, key_in, d_values, d_keys, row, live,
-    i: tl.constexpr, D: tl.constexpr, RANK: tl.constexpr, TOTAL: tl.constexpr, C: tl.constexpr, SEPARATE: tl.constexpr,
-    NORMALIZE: tl.constexpr, VALUE_IN: tl.constexpr, KEY_IN: tl.constexpr, ROWS: tl.constexpr, BLOCK_R: tl.constexpr,
+    upstream, finished, values, keys, queries, all_stats, scalars, beta, value_in, key_in,
+    d_values, d_keys, row, live, i: tl.constexpr,
+    D: tl.constexpr, RANK: tl.constexpr, TOTAL: tl.constexpr, C: tl.constexpr,
+    SEPARATE: tl.constexpr, NORMALIZE: tl.constexpr, VALUE_IN: tl.constexpr, KEY_IN: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """dk_i, into a tensor of its own, or as the last RANK columns of dv_i."""
+    """Writes dk_i to a tensor of its own, or as the last RANK columns of dv_i."""
     rank = tl.arange(0, BLOCK_R)
     inside = _inside(live, rank, RANK, RANK == BLOCK_R)
     column = D - RANK + rank
@@ -410,11 +436,13 @@ def _key_gradient(
 
 @triton.jit
 def query_gradient(
-    keys, beta, partial, tokens, OFFSET: tl.constexpr, RANK: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
+    keys, beta, partial, tokens,
+    OFFSET: tl.constexpr, RANK: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
     SPAN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Σ over SPAN tokens and all sources of beta_ic k_i, into partial [programs, C, RANK]: no
-    atomics, so deterministic.
+    """Writes Σ_i beta_ic k_i, summed over SPAN tokens, to partial [programs, C, RANK] float32.
+
+    The caller adds up the programs. Nothing is added atomically, so the result is deterministic.
     """
     span = tl.program_id(0).to(tl.int64) * SPAN
     rank = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
