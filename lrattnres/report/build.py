@@ -1,4 +1,4 @@
-"""A report from run folders: read, compared, drawn and written."""
+"""Builds a report: reads run folders, compares the runs, draws pictures and writes the pages."""
 
 from __future__ import annotations
 
@@ -30,12 +30,21 @@ PAGE = "report.html"
 
 
 def build_report(folders: list[Path], out: Path) -> list[str]:
-    """Writes report.html, report.md, tables/*.csv and figures/*.{png,svg,csv} under `out`; returns
-    what was wrong.
+    """Writes a report on runs.
 
-    The same runs give the same files, to the byte, with the same version of matplotlib: there is no
-    time in them, and the order of `folders` does not count. Raises ReportError if there is no run
-    to report on, or if `out` holds other things.
+    The same runs and the same version of matplotlib give the same bytes. The order of `folders`
+    does not count, and no time is written.
+
+    Args:
+        folders: Run folders, or folders with run folders below them.
+        out: The folder to write: report.html, report.md, tables/NAME.csv and
+            figures/NAME.{png,svg,csv}. An earlier report there is replaced.
+
+    Returns:
+        What was wrong, one sentence each, sorted.
+
+    Raises:
+        ReportError: No run can be read, or `out` holds something else than a report.
     """
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / PAGE).is_file())):
         raise ReportError(f"out={out}: is there, and is no report; write out=ANOTHER_FOLDER")
@@ -96,7 +105,7 @@ def _section(group: Group) -> Section:
 
 
 def _description(group: Group) -> str:
-    """What all runs of a group have in common."""
+    """What all runs of a group have in common, in one sentence."""
     run = group.runs[0]
     value = run.settings
     return (
@@ -109,7 +118,7 @@ def _description(group: Group) -> str:
 
 
 def _write(sections: list[Section], out: Path) -> None:
-    """All files; those of an earlier report go first."""
+    """Writes all files; the tables and figures of an earlier report are removed first."""
     for kind in ("tables", "figures"):
         (out / kind).mkdir(parents=True, exist_ok=True)
         for old in (out / kind).iterdir():
@@ -131,8 +140,9 @@ def _write(sections: list[Section], out: Path) -> None:
 
 
 def _save(picture: Picture, folder: Path) -> bytes:
-    """NAME.png and NAME.svg; returns the latter. Names inside an SVG are random, and it has a date,
-    unless told otherwise.
+    """Writes NAME.png and NAME.svg, and returns the bytes of the second.
+
+    Without these options an SVG would have random names and a date in it.
     """
     picture.figure.savefig(folder / f"{picture.name}.png", dpi=130)
     drawing = io.BytesIO()

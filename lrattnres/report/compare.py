@@ -1,7 +1,7 @@
-"""Which runs may stand in one table, and which are seeds of the same thing.
+"""Which runs may stand in one table, and which runs are seeds of the same entry.
 
-Two runs can be compared if every setting on which results depend is the same, but for the seed and
-the residual path, and if both read the same corpus and tokenizer by their fingerprints.
+Two runs can be compared if two things hold. All settings that results depend on are equal, except
+the seed and the residual path. And both read the same corpus and tokenizer, by their fingerprints.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lrattnres.residual.base import ResidualPath, path_of, paths
 
 # Settings of the model that a residual path may or may not use.
 SHARED = frozenset({"rank", "blocks", "routing", "gate", "depth"})
-# Those that have a place of their own in a row; all others are shown as NAME=VALUE.
+# Settings that have their own place in a row; all others are shown as NAME=VALUE.
 SHOWN = tuple(f"model.{name}" for name in ("residual", "rank", "blocks", "routing", "path"))
 # All of the model but its residual path.
 SIZE = tuple(
@@ -28,6 +28,7 @@ SIZE = tuple(
     for key in SCHEMA
     if key.startswith("model.") and key not in SHOWN and key.split(".")[1] not in SHARED
 )
+# Settings that a match may change.
 MATCHED = (
     "steps",
     "optimizer.warmup",
@@ -35,20 +36,20 @@ MATCHED = (
     "model.dim",
     "model.heads",
     "model.mlp_width",
-)  # what a match may alter
+)
 
 
 @dataclass(frozen=True)
 class Choice:
     """The residual path of a run: what differs between the rows of a table.
 
-    Args:
-        residual: its name, which this version need not know.
-        blocks: number of depth blocks; None: full, or not used by the path.
-        rank: width of a key; None: not used by the path.
-        routing: what is done with the mixture, if it is not what was published.
-        others: further settings of the path, its own among them, that are not at their defaults.
-        matched: what the run was matched to another by.
+    Attributes:
+        residual: Name of the path. This version need not know it.
+        blocks: Number of depth blocks. None: full, or not used by the path.
+        rank: Width of a key. None: not used by the path.
+        routing: What is done with the mixture, if it is not what was published.
+        others: (setting, value) of further settings of the path that are not at their defaults.
+        matched: (setting, value) of what the run was matched to another by.
     """
 
     residual: str
@@ -65,12 +66,12 @@ class Choice:
 
     @property
     def family(self) -> str:
-        """The path without the sizes of its keys, such as `s_lr full` or `denseformer`."""
+        """The path without the width of its keys, such as `s_lr full` or `denseformer`."""
         return " ".join([self.residual, *granularity(self.residual, self.blocks)])
 
     @property
     def label(self) -> str:
-        """Short enough for a legend; the settings' own names."""
+        """A short name for a legend, made of the names of the settings."""
         parts = [self.family]
         parts += [f"r={self.rank}"] if self.rank else []
         parts += [self.routing] if self.routing else []
@@ -86,7 +87,12 @@ def is_plain(residual: str) -> bool:
 
 
 def granularity(residual: str, blocks: int | None) -> list[str]:
-    """The depth blocks in short, nothing for a path that has none."""
+    """The depth blocks in short: ["N=4"], ["full"], or [] for a path that has none.
+
+    Args:
+        residual: Name of the path.
+        blocks: Number of depth blocks; None: full, or not used by the path.
+    """
     if blocks:
         return [f"N={blocks}"]
     return ["full"] if residual in paths() and "blocks" in paths()[residual].uses else []
@@ -94,8 +100,12 @@ def granularity(residual: str, blocks: int | None) -> list[str]:
 
 @dataclass(frozen=True)
 class Entry:
-    """The runs of one residual path, one a seed, by seed; `row` of the paper's table,
-    if it is one.
+    """The runs of one residual path, one for each seed.
+
+    Attributes:
+        choice: The path.
+        row: Its row of the paper's Table 1; None: it is no row of it.
+        runs: Ordered by seed.
     """
 
     choice: Choice
@@ -108,14 +118,15 @@ class Entry:
 
     @property
     def losses(self) -> dict[int, float]:
-        """Held-out loss by seed."""
+        """Held-out loss in nats per token, by seed."""
         return {run.seed: loss for run in self.runs if (loss := run.val_loss) is not None}
 
     @cached_property
     def path(self) -> ResidualPath | type[ResidualPath] | None:
-        """The path with these settings, without memory for its parameters.
+        """The path with these settings, on the meta device.
 
-        Its class, if this version does not know some of the settings; None, if not the path.
+        Its class, if this version does not know some of the settings. None, if it does not know the
+        path.
         """
         config = model_of(self.runs[0])
         if config is None:
@@ -125,20 +136,28 @@ class Entry:
 
     @property
     def attends(self) -> bool:
-        """Whether its reads are softmaxes; of a path that is not known, what its runs say."""
+        """Whether a read is a softmax over sources; of an unknown path its diagnostics tell."""
         if self.path is not None:
             return self.path.attends
         return any(any((run.diagnostics or {}).get("mean_weight") or ()) for run in self.runs)
 
     @property
     def linear(self) -> bool:
-        """Whether what it reads is a sum of the outputs with one number each."""
+        """Whether a read is a sum of the outputs, with one number for each."""
         return self.path is None or self.path.linear
 
 
 @dataclass
 class Group:
-    """Finished runs that can be compared, in the order of the paper's table, then the others."""
+    """Finished runs that can be compared.
+
+    Attributes:
+        name: A letter: A for the group with the most runs.
+        conditions: The settings and fingerprints that all its runs share.
+        runs: All of them.
+        notes: Sentences for the reader of the report.
+        entries: One for each residual path: rows of the paper's table first, then the others.
+    """
 
     name: str
     conditions: dict[str, Any]
@@ -148,7 +167,7 @@ class Group:
 
     @property
     def plain(self) -> Entry | None:
-        """The run with the plain residual stream, to which the others are compared."""
+        """The entry of the plain residual stream, with which the others are compared."""
         return next(
             (entry for entry in self.entries if entry.choice.plain and not entry.choice.matched),
             None,
@@ -156,9 +175,7 @@ class Group:
 
 
 def model_of(run: Run) -> ModelConfig | None:
-    """The settings of a run's model; None if this version does not know its path, or
-    some of them.
-    """
+    """The model settings of a run; None if this version does not know its path or its settings."""
     prefix = "model."
     model = {
         key.removeprefix(prefix): value
@@ -175,10 +192,11 @@ def model_of(run: Run) -> ModelConfig | None:
 
 
 def choice_of(run: Run) -> Choice:
-    """A run's residual path in one spelling.
+    """The residual path of a run, in one spelling.
 
-    N = 2L is full, what the path does not use is None, and its own settings count where they are
-    not at the path's defaults. Of a path that this version does not know every setting counts.
+    N = 2L is full, a setting that the path does not use is None, and the path's own settings count
+    where they are not at their defaults. For a path that this version does not know, every setting
+    counts.
     """
     settings = run.settings
     residual, rank, blocks, routing, _ = (settings[key] for key in SHOWN)
@@ -207,17 +225,18 @@ def choice_of(run: Run) -> Choice:
 
 
 def compare(runs: list[Run]) -> tuple[list[Group], list[Run], list[str]]:
-    """What can be compared with what.
+    """Sorts runs into groups that can be compared.
 
     Returns:
-        Groups, the one with the most runs first; unfinished runs; and a sentence for each
-        duplicate.
+        Groups, the one with the most runs first; unfinished runs; and a sentence for each run that
+        is
+        not counted, as another has the same settings and seed.
     """
     unfinished = [run for run in runs if run.val_loss is None]
     finished = [run for run in runs if run.val_loss is not None]
     groups: list[Group] = []
-    # Who states less joins a group of those who state more, so the order is: everything known,
-    # no fingerprints, matched.
+    # A run that states less joins a group of runs that state more. So the order is: everything
+    # known, no fingerprints, matched.
     for run in sorted(finished, key=lambda run: (bool(choice_of(run).matched), not run.identity)):
         host = _host(run, groups)
         if host is None:
@@ -238,9 +257,9 @@ def compare(runs: list[Run]) -> tuple[list[Group], list[Run], list[str]]:
 
 
 def conditions_of(run: Run) -> dict[str, Any]:
-    """What must be equal for a comparison.
+    """The settings and fingerprints that must be equal for a comparison.
 
-    Where the corpus lies does not count once its fingerprint is known.
+    The place of the corpus does not count if its fingerprint is known.
     """
     settings = {
         key: value
@@ -256,11 +275,11 @@ def conditions_of(run: Run) -> dict[str, Any]:
 
 
 def _host(run: Run, groups: list[Group]) -> Group | None:
-    """The group that `run` belongs to.
+    """The group that a run belongs to; None if there is none yet.
 
-    What a match altered is left out of the comparison. So are the fingerprints where `run` has
-    none: then the corpus must at least lie where that of another run of the group does. Either way
-    only if one group is left.
+    For a run that was matched to another, the settings that a match may change are not compared.
+    For a run without fingerprints they are not compared either, but its corpus must be in the same
+    place as that of another run of the group. In both cases exactly one group must fit.
     """
     conditions, lenient = conditions_of(run), set(MATCHED) if choice_of(run).matched else set()
     exact = [group for group in groups if group.conditions == conditions]
@@ -295,7 +314,7 @@ def _host(run: Run, groups: list[Group]) -> Group | None:
 
 
 def _fill(group: Group) -> list[str]:
-    """Makes the entries of a group; returns what was left out of them."""
+    """Makes the entries of a group. Returns a sentence for each run that is not counted."""
     errors: list[str] = []
     by_choice: dict[Choice, dict[int, Run]] = {}
     for run in sorted(group.runs, key=lambda run: run.name):

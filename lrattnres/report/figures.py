@@ -1,8 +1,8 @@
-"""The pictures of a report, each with its data: losses, effective sources, sharpness.
+"""The pictures of a report, each with its data: losses, effective sources, largest weights.
 
-Runs are split into panels by residual path and granularity, so that a legend has a handful of
-names; the baseline stands in each. Colours are those of Okabe and Ito, which colour-blind readers
-can tell apart, and lines differ in dashes too.
+Runs are split into panels by residual path and granularity, so that a legend has few names. The
+baseline is in every panel. The colours are those of Okabe and Ito, which colour-blind readers can
+tell apart. Lines differ in dashes too.
 """
 
 from __future__ import annotations
@@ -31,16 +31,26 @@ from lrattnres.report.tables import added_percent
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 DASHES = ("-", "--", ":", "-.")
 GREY = "#555555"
-FILLS = ("full", "none", "left")  # of points, once the colours are used up
+FILLS = ("full", "none", "left")  # of points, when all colours are used
 MARKERS = {None: "o", 4: "^", 8: "s", 16: "D"}
-EARLY = 0.05  # of training: the loss falls from the entropy of a guess, and would flatten the rest
+EARLY = 0.05  # share of training that the axis leaves out: its losses would flatten the rest
 BINS = 120  # points of a curve: more than a panel can show
+LACKING = "Nothing to show for"
 Line = tuple[list[float], list[float]]
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure and what it shows; `rows` under `columns` are the data, `name` that of its files."""
+    """A figure and its data.
+
+    Attributes:
+        name: Of its files.
+        title: Its heading in the report.
+        caption: What it shows.
+        figure: The drawing.
+        columns: Names of the columns of `rows`.
+        rows: The data.
+    """
 
     name: str
     title: str
@@ -51,7 +61,7 @@ class Picture:
 
 
 def loss_against_cost(group: Group) -> Picture:
-    """Figure 1: held-out loss over the compute that the path adds, the paper's and ours."""
+    """Figure 1: held-out loss over added compute, the paper's results and ours in two panels."""
     rows: list[tuple[Any, ...]] = [
         (
             "paper",
@@ -103,7 +113,7 @@ def loss_against_cost(group: Group) -> Picture:
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=7, fontsize=8)
     caption = "Numbers are rows of Table 1; bars are the spread over seeds. "
     caption += "The two panels have axes of their own."
-    caption += f" Without a cost or a finite loss: {', '.join(lacking)}." if lacking else ""
+    caption += named("Without a cost or a finite loss", lacking)
     columns = (
         "whose",
         "row",
@@ -125,7 +135,7 @@ def loss_against_cost(group: Group) -> Picture:
 
 
 def loss_curves(group: Group) -> Picture:
-    """Training loss over tokens, and held-out loss as dots."""
+    """Training loss over tokens, with held-out losses as dots."""
     tokens = group.runs[0].tokens / group.runs[0].settings["steps"]
 
     def draw(panel: Any, entry: Entry, style: dict[str, Any], rows: list[tuple[Any, ...]]) -> bool:
@@ -152,15 +162,17 @@ def loss_curves(group: Group) -> Picture:
     caption = "Lines: training loss, averaged over the seeds that a run has and short stretches of "
     caption += "steps. Dots: held-out loss. "
     caption += (
-        f"The axis is cut to what comes after the first {EARLY:.0%} of training.{_lacking(lacking)}"
+        f"The axis is cut to what comes after the first {EARLY:.0%} of training."
+        f"{named(LACKING, lacking)}"
     )
     columns = ("run", "loss_of", "tokens", "loss")
     return Picture(f"{group.name}_loss", "Loss curves", caption, figure, columns, rows)
 
 
 def loss_differences(group: Group) -> Picture | None:
-    """Training loss minus the baseline's in the same step of the same seed, so on the same batch;
-    None without a baseline.
+    """Training loss minus the baseline's on the same batch: same step and same seed.
+
+    None if the group has no baseline.
     """
     plain = group.plain
     if plain is None:
@@ -192,7 +204,7 @@ def loss_differences(group: Group) -> Picture | None:
         figure.axes[0].set_ylim(low - margin, high + margin)
     caption = "Training loss minus the baseline's on the same batch, averaged over seeds and short "
     caption += "stretches of steps; below zero is better. The axis is cut to what comes after the "
-    caption += f"first 30% of training.{_lacking(lacking)}"
+    caption += f"first 30% of training.{named(LACKING, lacking)}"
     return Picture(
         f"{group.name}_difference",
         "Loss against the baseline",
@@ -204,7 +216,10 @@ def loss_differences(group: Group) -> Picture | None:
 
 
 def effective_sources(group: Group) -> Picture | None:
-    """Figure 2: exp(entropy of α), averaged over tokens, at every read site."""
+    """Figure 2: exp(entropy of α), averaged over tokens, at every read site.
+
+    None without diagnostics.
+    """
     caption = "Effective number of sources, exp(entropy of α), averaged over tokens and seeds."
     return _sites(
         group,
@@ -217,8 +232,9 @@ def effective_sources(group: Group) -> Picture | None:
 
 
 def largest_weights(group: Group) -> Picture | None:
-    """The largest α of a token, averaged over tokens, at every read site, and what the Delta paper
-    states.
+    """The largest α of a token, averaged over tokens, at every read site.
+
+    Dotted lines are the averages that the Delta paper states. None without diagnostics.
     """
     stated = " and ".join(f"{claim.average} ({claim.method})" for claim in SHARPNESS)
     caption = (
@@ -236,6 +252,17 @@ def largest_weights(group: Group) -> Picture | None:
 def _sites(
     group: Group, name: str, title: str, axis: str, caption: str, file: str
 ) -> Picture | None:
+    """A picture of one number for every read site; None if no run has it.
+
+    Args:
+        group: Whose runs are shown.
+        name: Key of the number in the diagnostics.
+        title: Heading of the picture.
+        axis: Label of the vertical axis.
+        caption: What is said below it.
+        file: End of the name of its files.
+    """
+
     def draw(panel: Any, entry: Entry, style: dict[str, Any], rows: list[tuple[Any, ...]]) -> bool:
         values = per_site(entry, name) or []
         points = [(site, value) for site, value in enumerate(values, start=1) if value is not None]
@@ -252,15 +279,11 @@ def _sites(
         return None
     shown = [entry for entry in group.entries if entry.attends and entry.label not in lacking]
     training = [entry.label for entry in shown if not held_out(entry)]
-    caption += (
-        f" On training tokens, for want of held-out ones: {', '.join(training)}."
-        if training
-        else ""
-    )
+    caption += named("On training tokens, as there are no held-out ones", training)
     return Picture(
         f"{group.name}_{file}",
         title,
-        caption + _lacking(lacking),
+        caption + named(LACKING, lacking),
         figure,
         ("run", "site", name),
         rows,
@@ -273,8 +296,18 @@ Draw = Callable[[Any, Entry, dict[str, Any], list[tuple[Any, ...]]], bool]
 def _panels(
     group: Group, draw: Draw, across: str, up: str, attending: bool = False
 ) -> tuple[Figure, list[tuple[Any, ...]], list[str]]:
-    """A panel for each family of residual paths, `draw` called for each run in it; its data; and
-    runs without any.
+    """Draws a panel for each family of residual paths.
+
+    Args:
+        group: Whose entries are drawn.
+        draw: (panel, entry, style, rows) -> whether there was something to draw; it appends its
+            data to `rows`.
+        across: Label of the horizontal axis.
+        up: Label of the vertical axis.
+        attending: Show only paths that attend, and no baseline.
+
+    Returns:
+        The figure, its data, and the labels of entries without any.
     """
     plain = None if attending else group.plain
     entries = [
@@ -331,7 +364,13 @@ def _panels(
 
 
 def _scatter(panel: Any, rows: Sequence[tuple[Any, ...]], colors: Mapping[str, Any]) -> None:
-    """(row, residual, blocks, rank, percent, loss, spread) as points with their rows' names."""
+    """Draws points with the names of their rows.
+
+    Args:
+        panel: Axes to draw on.
+        rows: (row, residual, blocks, rank, percent, loss, spread) of each point.
+        colors: Style of each residual path, from `_colors`.
+    """
     order = list(colors)
     for _, residual, blocks, _, percent, loss, spread in sorted(
         rows, key=lambda row: (order.index(row[1]), row[2] or 99)
@@ -348,7 +387,7 @@ def _scatter(panel: Any, rows: Sequence[tuple[Any, ...]], colors: Mapping[str, A
 
 
 def _colors(residuals: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """The looks of a point by residual path, in the order of first mention; the baseline grey."""
+    """The style of a point by residual path, in order of first mention; the baseline is grey."""
     names = list(dict.fromkeys(residuals))
     others = [name for name in names if not is_plain(name)]
     looks = {
@@ -362,15 +401,16 @@ def _colors(residuals: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def _name_points(panel: Any, points: Sequence[tuple[str, float, float]]) -> None:
-    """Each name on the side of its point where it is farthest from other points and from names set
-    before it.
+    """Writes names beside points, where each is farthest from other points and names.
+
+    Args:
+        panel: Axes, with the points drawn.
+        points: (name, x, y) of each point.
     """
     low, high = panel.get_xlim(), panel.get_ylim()
     panel.set(xlim=low, ylim=high)
-    size = (
-        0.5 * panel.figure.get_figwidth() * 65,
-        panel.figure.get_figheight() * 60,
-    )  # of a panel, in points, about
+    # Of a panel, in points, approximately.
+    size = (0.5 * panel.figure.get_figwidth() * 65, panel.figure.get_figheight() * 60)
     spots = [
         ((x - low[0]) / (low[1] - low[0]) * size[0], (y - high[0]) / (high[1] - high[0]) * size[1])
         for _, x, y in points
@@ -405,7 +445,7 @@ def _name_points(panel: Any, points: Sequence[tuple[str, float, float]]) -> None
 
 
 def _style(number: int) -> dict[str, Any]:
-    """Of the line with this number in a panel; -1 is the baseline."""
+    """Style of the line with this number in a panel; -1 is the baseline."""
     if number < 0:
         return {"color": GREY, "linestyle": "--", "linewidth": 0.9, "zorder": 3}
     return {
@@ -422,7 +462,12 @@ def _family(entry: Entry) -> str:
 
 
 def _binned(points: Iterable[tuple[int, float]], steps: int) -> Line:
-    """Means of steps and values over equal stretches of training."""
+    """Means of steps and values over equal stretches of training.
+
+    Args:
+        points: (step, value); values that are not finite are left out.
+        steps: Of the whole run.
+    """
     bins: dict[int, list[tuple[int, float]]] = {}
     for step, value in points:
         if math.isfinite(value):
@@ -432,11 +477,13 @@ def _binned(points: Iterable[tuple[int, float]], steps: int) -> Line:
 
 
 def _by_step(points: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
+    """(step, mean of the values at this step), by step."""
     values: dict[int, list[float]] = {}
     for step, value in points:
         values.setdefault(step, []).append(value)
     return [(step, float(np.mean(values[step]))) for step in sorted(values)]
 
 
-def _lacking(names: list[str]) -> str:
-    return f" Nothing to show for: {', '.join(names)}." if names else ""
+def named(what: str, labels: list[str]) -> str:
+    """A sentence that lists labels, with a space before it; empty without labels."""
+    return f" {what}: {', '.join(labels)}." if labels else ""

@@ -1,4 +1,4 @@
-"""Figure 3: where each site reads, and what it takes from each output, side by side."""
+"""Figure 3: where each site reads, and what it takes from each output, in panels side by side."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from lrattnres.report.compare import Entry, Group
-from lrattnres.report.figures import Picture
+from lrattnres.report.figures import LACKING, Picture, named
 from lrattnres.report.measured import held_out
 from lrattnres.report.plots import Map, coefficient_map, draw_map, scale_of, weight_map
 
@@ -20,7 +20,13 @@ WIDE = 4  # panels in a line
 
 
 class Panel(NamedTuple):
-    """One heat map of a picture, and its data: (site, what it reads, number)."""
+    """One heat map of a picture.
+
+    Attributes:
+        title: The run.
+        map: What is drawn.
+        rows: Its data: (site, what it reads, number).
+    """
 
     title: str
     map: Map
@@ -28,11 +34,11 @@ class Panel(NamedTuple):
 
 
 def heatmaps(group: Group) -> list[Picture]:
-    """Mean α of every path that attends, without and with depth blocks in a picture each.
+    """Mean α of every path that attends: one picture without, and one with depth blocks.
 
-    A picture has one scale of colours, cut at the 99.5th percentile of its values, as in the paper.
-    Of several seeds the first that was measured is shown. Runs without diagnostics of held-out
-    tokens are named in the caption.
+    All panels of a picture have one scale of colours, cut at the 99.5th percentile of its values,
+    as in the paper. Of several seeds the first that was measured is shown. The caption names runs
+    without diagnostics of held-out tokens.
     """
     shown, lacking = [], []
     for entry in group.entries:
@@ -54,7 +60,7 @@ def heatmaps(group: Group) -> list[Picture]:
                 ("source", "mean_weight"),
                 "source: embedding, or last\nsub-layer it sums",
                 "Mean α over held-out tokens; grey: no such source. ",
-                _named("Nothing to show for", lacking),
+                named(LACKING, lacking),
             )
         )
     return pictures
@@ -64,8 +70,9 @@ def coefficient_maps(group: Group) -> Picture | str | None:
     """Mean coefficients of every path whose reads are sums of the outputs, in one picture.
 
     Returns:
-        None, if no run has diagnostics of held-out tokens; a sentence, if those that have them have
-        no coefficients.
+        The picture. A sentence instead, if no run has coefficients, and None, if no run has
+        diagnostics
+        of held-out tokens either.
     """
     shown: list[Panel] = []
     never, older, lacking = list[str](), list[str](), list[str]()
@@ -77,8 +84,8 @@ def coefficient_maps(group: Group) -> Picture | str | None:
             never.append(entry.label)
         else:
             (older if held_out(entry) else lacking).append(entry.label)
-    why = _named("No such numbers, as h is no sum of the outputs with one number each", never)
-    why += _named("Diagnostics without coefficients, of an earlier version", older)
+    why = named("No such numbers, as h is no sum of the outputs with one number each", never)
+    why += named("Diagnostics without coefficients, of an earlier version", older)
     if not shown:
         return f"No coefficients to show.{why}" if why else None
     return _picture(
@@ -90,7 +97,7 @@ def coefficient_maps(group: Group) -> Picture | str | None:
         "output: embedding, or the\nsub-layer that wrote it",
         "Mean over held-out tokens of c, with h = Σ c·o for the h that a site reads before its "
         "norm; grey: not written yet. Red is above zero, blue below. ",
-        why + _named("Nothing to show for", lacking),
+        why + named(LACKING, lacking),
         signed=True,
     )
 
@@ -98,7 +105,12 @@ def coefficient_maps(group: Group) -> Picture | str | None:
 def _panel(
     entry: Entry, found: Callable[[Mapping[str, Any]], tuple[Map, list[tuple[Any, ...]]] | None]
 ) -> Panel | None:
-    """Of the first seed in whose diagnostics something is found."""
+    """The panel of the first seed whose diagnostics have what is wanted; None: no seed has it.
+
+    Args:
+        entry: Whose runs are looked at.
+        found: Makes a map and its data from diagnostics; None: they have it not.
+    """
     for run in entry.runs:
         result = found(run.diagnostics or {})
         if result is not None:
@@ -144,6 +156,19 @@ def _picture(
     missing: str,
     signed: bool = False,
 ) -> Picture:
+    """Draws panels as one picture with one scale of colours.
+
+    Args:
+        name: Of its files.
+        title: Heading of the picture.
+        shown: The panels, at least one.
+        measure: What a colour means.
+        columns: Names of the last two columns of the data.
+        below: Label of the horizontal axis.
+        meaning: Beginning of the caption.
+        missing: End of the caption.
+        signed: Whether values may be below zero.
+    """
     values = np.concatenate([panel.map.values[np.isfinite(panel.map.values)] for panel in shown])
     scale = scale_of(values, measure, signed=signed)
     wide = min(WIDE, len(shown))
@@ -173,9 +198,7 @@ def _picture(
 
 
 def _ticks(place: Any, drawn: Map) -> None:
-    """A name for every few sites and columns, so that names do not touch; the head
-    always has its.
-    """
+    """Names every few sites and columns, so that names do not touch; the head always."""
     count, head = len(drawn.columns), len(drawn.sites) - 1
     columns = range(0, count, max(1, math.ceil(count / 9)))
     place.set_xticks(list(columns), [drawn.columns[column] for column in columns])
@@ -183,7 +206,3 @@ def _ticks(place: Any, drawn: Map) -> None:
     sites = [site for site in sites if site == head or head - site >= head / 16]
     place.set_yticks(sites, [drawn.sites[site] for site in sites])
     place.tick_params(labelsize=7)
-
-
-def _named(what: str, labels: list[str]) -> str:
-    return f" {what}: {', '.join(labels)}." if labels else ""

@@ -1,5 +1,6 @@
-"""What was measured step by step: metrics.jsonl of a run folder, or the history of a W&B run as
-JSON or CSV.
+"""What was measured step by step, as records.
+
+Read from metrics.jsonl of a run folder, or from the history of a W&B run as JSON or CSV.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ class HistoryError(Exception):
 
 
 def read_history(path: Path) -> list[dict[str, Any]]:
-    """The records of the run in folder `path`, by step; of a step that was repeated, the last
-    values.
+    """The records of a run, by step. Where a step was repeated, its last values count.
 
-    Raises HistoryError.
+    Args:
+        path: Folder of the run.
+
+    Raises:
+        HistoryError: There is no such file, or it cannot be read.
     """
     file = next((path / name for name in HISTORIES if (path / name).is_file()), None)
     if file is None:
@@ -45,34 +49,37 @@ def read_history(path: Path) -> list[dict[str, Any]]:
 
 
 def read_gaps(path: Path, last: int) -> list[str]:
-    """A sentence for each place in metrics.jsonl of the run in folder `path` where lines are
-    missing or changed.
+    """A sentence for each place in metrics.jsonl where lines are missing or changed.
 
-    `last` is the step up to which there must be records. Raises nothing for a file that cannot be
-    read.
+    Nothing for a file that cannot be read.
+
+    Args:
+        path: Folder of the run.
+        last: The step up to which there must be records.
     """
     file = path / "metrics.jsonl"
     if not file.is_file():
         return []
     try:
-        gaps = MetricsFile.gaps(file)
-        end = max([0, *(record["step"] for record in MetricsFile.read(file))])
+        gaps = MetricsFile.gaps(file, last)
     except (MetricsError, OSError):
         return []
-    if end < last:
-        gaps.append(f"{file.name} ends at step {end}; the records up to step {last} are missing")
     return [gap.replace(str(file), file.name) for gap in gaps]
 
 
 def read_json(text: str) -> Any:
-    """JSON, numbers that are not finite in any of the spellings of Python, W&B and our own files.
-    Raises ValueError.
+    """Parses JSON.
+
+    Numbers that are not finite may be spelled as by Python, by W&B and by this package.
+
+    Raises:
+        ValueError: The text is not JSON.
     """
     return from_json(text, foreign=True)
 
 
 def _json_lines(file: Path) -> list[dict[str, Any]]:
-    """`json.dumps(record)` of every record of `run.scan_history()`, a line each."""
+    """From `json.dumps(record)` for every record of `run.scan_history()`, a line each."""
     return [
         _record(read_json(line))
         for line in file.read_text(encoding="utf-8").splitlines()
@@ -81,7 +88,7 @@ def _json_lines(file: Path) -> list[dict[str, Any]]:
 
 
 def _json(file: Path) -> list[dict[str, Any]]:
-    """`json.dumps(list(run.scan_history()))`, or `DataFrame.to_json(orient="records")`."""
+    """From `json.dumps(list(run.scan_history()))` or `DataFrame.to_json(orient="records")`."""
     value = read_json(file.read_text(encoding="utf-8"))
     if not isinstance(value, list):
         raise ValueError('not a list of records; with pandas, write to_json(orient="records")')
@@ -89,15 +96,16 @@ def _json(file: Path) -> list[dict[str, Any]]:
 
 
 def _record(value: Any) -> dict[str, Any]:
-    """W&B fills the gaps of its columns with null."""
+    """A record without its nulls, with which W&B fills the gaps of its columns."""
     if not isinstance(value, dict):
         raise ValueError(f"not an object: {str(value)[:80]}")
     return {key: item for key, item in value.items() if item is not None}
 
 
 def _csv(file: Path) -> list[dict[str, Any]]:
-    """`run.history().to_csv()`, or the CSV export of a chart, whose columns are `NAME - loss`,
-    `…__MIN` and `…__MAX`.
+    """From `run.history().to_csv()`, or from the CSV export of a chart.
+
+    The columns of a chart are called `NAME - loss`, `…__MIN` and `…__MAX`.
     """
     with file.open(encoding="utf-8", newline="") as lines:
         head, *rows = list(csv.reader(lines)) or [[]]

@@ -20,19 +20,23 @@ PANELS = 6  # sites of the picture over tokens, unless some are named
 
 
 def inspect_run(config: InspectConfig, source: TextIO) -> Path:
-    """Writes reads.json, tokens.png and sites.png, says so, and returns their folder.
+    """Writes reads.json, tokens.png and sites.png, and prints where they are.
 
-    The end-of-text token that opens every document stands in front of the text. A path that attends
+    The end-of-text token that opens every document is put in front of the text. A path that attends
     shows α, another one the coefficients of the outputs.
 
     Args:
-        config: the settings of the command.
-        source: is read for `text=-`.
+        config: The settings of the command.
+        source: Is read for `text=-`.
+
+    Returns:
+        The folder of the files.
 
     Raises:
-        ConfigError: settings that cannot be, a text that the context has no room for, or a model
-            whose reads have neither α nor coefficients.
-        RunError: as `load_run` raises it, as it does CheckpointError.
+        ConfigError: A setting is impossible, the text has more tokens than the context, or the
+            model's reads have neither α nor coefficients.
+        RunError: As `load_run` raises it.
+        CheckpointError: As `load_run` raises it.
     """
     text = _text(checked(config), source)
     evaluation = EvalConfig(
@@ -63,9 +67,14 @@ def inspect_run(config: InspectConfig, source: TextIO) -> Path:
 
 
 def _text(config: InspectConfig, source: TextIO) -> str:
+    """The text of the settings.
+
+    Raises:
+        ConfigError: It cannot be read, or is not UTF-8.
+    """
     try:
         if config.file:
-            # `read_text` would change the line ends
+            # `read_text` would change the line ends.
             text: str | None = Path(config.file).read_bytes().decode("utf-8")
         else:
             text = source.read() if config.text == "-" else config.text
@@ -81,7 +90,11 @@ def _text(config: InspectConfig, source: TextIO) -> str:
 
 
 def _checked(config: InspectConfig, run: Loaded, tokens: int) -> list[int]:
-    """The sites of the picture over tokens, checked with all that depends on run and text."""
+    """The sites of the picture over tokens, from 1; checks all that depends on run and text.
+
+    Raises:
+        ConfigError: Lists every error.
+    """
     model, path, last = run.model.config, run.model.router, 2 * run.model.config.layers + 1
     if not (path.attends or path.linear):
         raise ConfigError(

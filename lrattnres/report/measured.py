@@ -1,4 +1,4 @@
-"""The tables of what was measured beside the loss: sharpness of routing, throughput, memory."""
+"""Tables of what was measured beside the loss: sharpness of routing, throughput, memory."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from lrattnres.training.memory import GB, estimate_memory
 
 
 def held_out(entry: Entry) -> list[Mapping[str, Any]]:
-    """Diagnostics of the seeds that were measured on held-out tokens; those made in training have
-    no mean α.
+    """The diagnostics of all seeds that were measured on held-out tokens.
+
+    Those made in training have no mean α.
     """
     return [
         run.diagnostics
@@ -29,10 +30,16 @@ def held_out(entry: Entry) -> list[Mapping[str, Any]]:
 
 
 def per_site(entry: Entry, name: str) -> list[float | None] | None:
-    """A diagnostic of each read site, averaged over seeds; None at sites that route nothing, or if
-    no seed has it.
+    """A diagnostic of each read site, averaged over seeds.
 
     Seeds measured on held-out tokens are preferred to those that only have it from training.
+
+    Args:
+        entry: Whose runs are taken.
+        name: Key of the number in the diagnostics.
+
+    Returns:
+        A number for each site, None at a site that routes nothing. None if no seed has it.
     """
     known = held_out(entry) or [run.diagnostics for run in entry.runs if run.diagnostics]
     columns = list(
@@ -45,8 +52,9 @@ def per_site(entry: Entry, name: str) -> list[float | None] | None:
 
 
 def sharpness(group: Group) -> Table:
-    """The largest α of a token, averaged over tokens, over routing sites and over seeds; first the
-    Delta paper's claim.
+    """The largest α of a token, averaged over tokens, over routing sites and over seeds.
+
+    What the Delta paper states comes first.
     """
     rows: list[tuple[str, ...]] = [
         (
@@ -73,14 +81,11 @@ def sharpness(group: Group) -> Table:
         "Few sources leave little to choose from: compare equal N. The claims are of block models "
         "at other sizes than ours."
     ]
-    notes += (
-        [
+    if lacking:
+        notes.append(
             "No diagnostics of held-out tokens (eval.py run=… diagnostics=true): "
             f"{', '.join(lacking)}."
-        ]
-        if lacking
-        else []
-    )
+        )
     columns = ("run", "mean over sites", "mean over the deeper half", "largest site", "measured on")
     return Table(
         f"{group.name}_sharpness", "Largest α, averaged over tokens", columns, rows, tuple(notes)
@@ -88,8 +93,10 @@ def sharpness(group: Group) -> Table:
 
 
 def speed(group: Group) -> Table:
-    """Median rate over logged steps and seeds, its ratio to the baseline's, and memory as it is
-    counted before a run.
+    """Throughput and memory.
+
+    The rate is the median over logged steps and seeds; its ratio to the baseline's stands beside
+    it. Memory is what is counted before a run.
     """
     rates = {entry.label: _median(entry, "tokens_per_second") for entry in group.entries}
     base = rates[group.plain.label] if group.plain else None
@@ -141,7 +148,7 @@ def _machine(run: Run) -> str:
 
 
 def _memory(run: Run) -> float | None:
-    """Bytes; None for a path, or settings of a model, that this version does not know."""
+    """Bytes of a rank; None if this version does not know the path or the model's settings."""
     if model_of(run) is None:
         return None
     ranks = [

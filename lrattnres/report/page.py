@@ -1,4 +1,4 @@
-"""The report as one HTML page without scripts or links to a network, and as Markdown."""
+"""The report as Markdown, and as one HTML page without scripts and without links to a network."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ Part = str | list[str] | Table | Picture  # a paragraph, a list, …
 
 @dataclass(frozen=True)
 class Section:
-    """A heading and what stands under it. `anchor` is its address in the page."""
+    """A part of the report with a heading.
+
+    Attributes:
+        anchor: Its address in the page.
+        heading: Its title.
+        parts: Paragraphs, lists, tables and pictures.
+    """
 
     anchor: str
     heading: str
@@ -40,7 +46,13 @@ tr.missing { color: #767676 } nav a { margin-right: 1em }
 
 
 def html_page(title: str, sections: list[Section], drawings: Mapping[str, bytes]) -> str:
-    """The page; `drawings` are the SVG files of its pictures, by name."""
+    """The report as HTML.
+
+    Args:
+        title: Of the page.
+        sections: In order.
+        drawings: SVG file of each picture, by the picture's name.
+    """
     links = "".join(
         f'<a href="#{section.anchor}">{escape(section.heading)}</a>' for section in sections
     )
@@ -55,7 +67,12 @@ def html_page(title: str, sections: list[Section], drawings: Mapping[str, bytes]
 
 
 def markdown_page(title: str, sections: list[Section]) -> str:
-    """The same as Markdown, which shows the PNG files beside it."""
+    """The report as Markdown, which shows the PNG files in figures/.
+
+    Args:
+        title: Of the page.
+        sections: In order.
+    """
     lines = [f"# {title}", ""]
     for section in sections:
         lines += [f"## {section.heading}", ""]
@@ -148,10 +165,10 @@ def _line(cells: tuple[str, ...] | list[str]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Without a meaning in Markdown."""
+    """Text with the signs escaped that have a meaning in Markdown."""
     return "".join("\\" + letter if letter in "\\|*_<`" else letter for letter in text)
 
 
 def _is_text(cell: str) -> bool:
-    """Whether a cell asks for alignment to the left; numbers, lists of them and gaps do not."""
+    """Whether a cell is aligned to the left; numbers, lists of them and gaps are not."""
     return cell not in ("full", "missing") and any(letter.isalpha() for letter in cell)

@@ -9,14 +9,22 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-DIM = 1024  # of the paper's model: its ranks are scaled with the width
+DIM = 1024  # width of the paper's model; its ranks are scaled with the width
 HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True)
 class PaperRow:
-    """A row of Table 1 of the low-rank paper. `added_flops_percent` and `val_loss` are texts, as
-    they are printed.
+    """A row of Table 1 of the low-rank paper.
+
+    Attributes:
+        row: Its number, as a text.
+        method: Its name in the paper.
+        residual: The residual path here.
+        blocks: Number of depth blocks; None: full, or no routing.
+        rank: Width of a key at the paper's width; None: not used.
+        added_flops_percent: As it is printed.
+        val_loss: Held-out loss in nats per token, as it is printed.
     """
 
     row: str
@@ -30,7 +38,12 @@ class PaperRow:
 
 @dataclass(frozen=True)
 class PaperNorm:
-    """A row of its Table 2; every one is of full routing, or of none."""
+    """A row of Table 2 of the low-rank paper; each is of full routing, or of none.
+
+    Attributes:
+        method, residual, rank: As in `PaperRow`.
+        average_gradient_norm: As it is printed.
+    """
 
     method: str
     residual: str
@@ -40,8 +53,11 @@ class PaperNorm:
 
 @dataclass(frozen=True)
 class Sharpness:
-    """The largest α of a site, averaged over tokens and sites, that the Delta paper states for two
-    block models.
+    """What the Delta paper states for a model with depth blocks.
+
+    Attributes:
+        method: Its name in the paper.
+        average: The largest α of a site, averaged over tokens and sites.
     """
 
     method: str
@@ -66,13 +82,16 @@ SHARPNESS = [Sharpness("Delta Block", 0.62), Sharpness("AttnRes", 0.35)]
 
 
 def paper_rank(rank: int | None, dim: int) -> Fraction | None:
-    """A rank at width `dim` as a rank at the paper's width: r·1024/d, exact."""
+    """A rank at width `dim` as a rank at the paper's width: r·1024/d, exactly."""
     return None if rank is None else Fraction(rank * DIM, dim)
 
 
 def row_of(choice: Mapping[str, Any], dim: int) -> PaperRow | None:
-    """The row that a residual path is, by `residual`, `blocks` (None: full) and `rank`; None if the
-    paper has no such row.
+    """The row of Table 1 that a residual path is; None if there is no such row.
+
+    Args:
+        choice: `residual`, `blocks` (None: full) and `rank`.
+        dim: Width of the model.
     """
     key = (choice["residual"], choice["blocks"], paper_rank(choice["rank"], dim))
     return next((row for row in TABLE1 if (row.residual, row.blocks, row.rank) == key), None)

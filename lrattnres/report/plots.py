@@ -1,6 +1,4 @@
-"""Pictures of one run: the loss curve, where each site reads, and what it takes from
-each output.
-"""
+"""Pictures of one run: loss, where each site reads, and what it takes from each output."""
 
 from __future__ import annotations
 
@@ -26,12 +24,12 @@ NOTHING = "#c4c4c4"  # where a site does not read that
 
 
 def loss_curve(records: list[dict[str, Any]], title: str, path: Path) -> None:
-    """Training loss of each logged step and held-out loss, in nats a token.
+    """Draws the training loss of each logged step, and held-out losses, in nats per token.
 
     Args:
-        records: the lines of metrics.jsonl.
-        title: stands above it.
-        path: the PNG file.
+        records: The lines of metrics.jsonl.
+        title: Stands above it.
+        path: The PNG file.
     """
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for name, label, color, marker in (
@@ -59,12 +57,12 @@ def loss_curve(records: list[dict[str, Any]], title: str, path: Path) -> None:
 
 
 class Map(NamedTuple):
-    """A number for a read site and what it reads, to be drawn with a line for each site.
+    """A number for each read site and each thing that it reads; a site is a line.
 
-    Args:
+    Attributes:
         values: float64 [sites, columns]; NaN where a site does not read that.
-        sites: names of the lines.
-        columns: names of the columns.
+        sites: Names of the lines.
+        columns: Names of the columns.
     """
 
     values: np.ndarray
@@ -73,7 +71,14 @@ class Map(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """What a colour means, of one map or of several."""
+    """What a colour means, for one map or several.
+
+    Attributes:
+        measure: What the values are.
+        colors: Name of matplotlib's colour map.
+        low, high: Values at its ends.
+        extend: On which sides values are cut, as matplotlib takes it.
+    """
 
     measure: str
     colors: str
@@ -82,7 +87,7 @@ class Scale(NamedTuple):
     extend: str
 
     def ink(self, value: float) -> str:
-        """The colour of a text on the colour of a value."""
+        """Colour of a text on the colour of a value: white or black."""
         dark = abs(value) > 0.6 * self.high if self.low < 0 else value < 0.6 * self.high
         return "w" if dark else "k"
 
@@ -91,9 +96,9 @@ def scale_of(values: np.ndarray, measure: str, *, signed: bool = False) -> Scale
     """A scale that is cut at the 99.5th percentile, as in the paper's Figure 3.
 
     Args:
-        values: everything that is drawn with it; what is not finite does not count.
-        measure: what the values are.
-        signed: whether the scale has two colours with zero between them, else it begins at zero.
+        values: Everything that is drawn with it; what is not finite does not count.
+        measure: What the values are.
+        signed: Two colours with zero in the middle; else the scale begins at zero.
     """
     shown = values[np.isfinite(values)]
     sizes = abs(shown) if signed else shown
@@ -104,24 +109,24 @@ def scale_of(values: np.ndarray, measure: str, *, signed: bool = False) -> Scale
 
 
 def depth_heatmap(diagnostics: Mapping[str, Any], title: str, path: Path) -> None:
-    """Mean α of every site over its sources.
+    """Draws mean α of every site over its sources.
 
     Args:
         diagnostics: `sources` and `mean_weight` of a probe's results.
-        title: stands above it.
-        path: the PNG file.
+        title: Stands above it.
+        path: The PNG file.
     """
     weights = weight_map(diagnostics)
     _heatmap(weights, scale_of(weights.values, "mean α"), SOURCE, title, path)
 
 
 def coefficient_heatmap(rows: Sequence[Sequence[float]], title: str, path: Path) -> None:
-    """What each site takes from each output: c with h_t = Σ c_{t,i} o_i.
+    """Draws what each site takes from each output: c with h_t = Σ c_{t,i} o_i.
 
     Args:
-        rows: of each site a number for the embedding, and one for every output before it.
-        title: stands above it.
-        path: the PNG file.
+        rows: For each site, a number for the embedding and for every output before it.
+        title: Stands above it.
+        path: The PNG file.
     """
     taken = coefficient_map(rows)
     scale = scale_of(taken.values, "mean coefficient", signed=True)
@@ -129,6 +134,7 @@ def coefficient_heatmap(rows: Sequence[Sequence[float]], title: str, path: Path)
 
 
 def _heatmap(drawn: Map, scale: Scale, below: str, title: str, path: Path) -> None:
+    """Draws one map; with at most 16 columns each number is written on its colour."""
     lines, columns = drawn.values.shape
     figure, axes = plt.subplots(
         figsize=(2.2 + 0.34 * columns, 2.06 + 0.26 * lines), layout="constrained"
@@ -148,7 +154,7 @@ def _heatmap(drawn: Map, scale: Scale, below: str, title: str, path: Path) -> No
 
 
 def draw_map(axes: Any, drawn: Map, scale: Scale) -> Any:
-    """A map as an image in axes; what a site does not read is grey."""
+    """Draws a map as an image in axes; what a site does not read is grey."""
     axes.set_facecolor(NOTHING)
     return axes.imshow(
         drawn.values,
@@ -161,7 +167,7 @@ def draw_map(axes: Any, drawn: Map, scale: Scale) -> Any:
 
 
 def weight_map(diagnostics: Mapping[str, Any]) -> Map:
-    """Mean α of the sites that have a choice, so of all but the first."""
+    """Mean α of all sites but the first, which has one source."""
     weights, used = weight_grid(diagnostics)
     head = len(weights) - 1
     columns = [source_label(column, head + 1) for column in used]
@@ -169,7 +175,7 @@ def weight_map(diagnostics: Mapping[str, Any]) -> Map:
 
 
 def coefficient_map(rows: Sequence[Sequence[float]]) -> Map:
-    """The coefficients of every site, the first one among them."""
+    """The coefficients of all sites, the first included."""
     values = np.full((len(rows), len(rows)), np.nan)
     for site, row in enumerate(rows):
         values[site, : len(row)] = row
@@ -182,14 +188,17 @@ def coefficient_map(rows: Sequence[Sequence[float]]) -> Map:
 
 
 def weight_grid(diagnostics: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Mean α of every site over all that any site reads.
+    """Mean α of every site, with one column for each thing that any site reads.
 
-    A source stands in the column of the last sub-layer that it sums, so that a block's partial and
-    final sums share one; the embedding in column 0, and the null source in the last.
+    A source stands in the column of the last sub-layer that it sums, so the partial and the final
+    sum of a depth block share a column. The embedding has column 0, and the null source the last.
+
+    Args:
+        diagnostics: `sources` and `mean_weight` of a probe's results.
 
     Returns:
-        float64 [sites, 1 + sub-layers + 1], NaN where a site has no such source; and the columns
-        that any site reads.
+        float64 [sites, 1 + sub-layers + 1], NaN where a site has no such source; and the numbers of
+        the columns that any site reads.
     """
     sites = len(diagnostics["sources"])
     columns = {"embedding": 0} | {str(end): end for end in range(1, sites)} | {"null": sites}
@@ -203,12 +212,20 @@ def weight_grid(diagnostics: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]
 
 
 def source_label(column: int, sites: int) -> str:
-    """The name of a column of `weight_grid`, for an axis."""
+    """Name of a column of `weight_grid`, for an axis."""
     return {0: "emb", sites: "null"}.get(column, str(column))
 
 
 def site_curves(diagnostics: Mapping[str, Any], title: str, path: Path) -> None:
-    """The norm of h against the read site; if it attends, effective sources and largest α."""
+    """Draws the norm of h over the read site.
+
+    For a path that attends, also effective sources and largest α.
+
+    Args:
+        diagnostics: Results of a probe.
+        title: Stands above it.
+        path: The PNG file.
+    """
     known = {name: label for name, label in CURVES.items() if _points(diagnostics[name])}
     figure, axes = plt.subplots(
         1, len(known), figsize=(1.5 + 3.5 * len(known), 3.6), layout="constrained", squeeze=False
@@ -229,16 +246,22 @@ def site_curves(diagnostics: Mapping[str, Any], title: str, path: Path) -> None:
 
 
 def _points(values: Sequence[float | None]) -> list[tuple[int, float]]:
+    """(site, value) from 1, without the sites that have no value."""
     return [(site, value) for site, value in enumerate(values, start=1) if value is not None]
 
 
 def site_name(site: int, head: int) -> str:
-    """What a read site feeds, sub-layers counted from 1."""
+    """What a read site feeds, sub-layers counted from 1, such as `3 attn`.
+
+    Args:
+        site: From 0.
+        head: Number of the head's site, from 0.
+    """
     return "head" if site == head else f"{site + 1} {'mlp' if site % 2 else 'attn'}"
 
 
 def save(figure: Any, path: Path) -> None:
-    """Writes a figure, makes its folder if need be, and lets go of it."""
+    """Writes a figure, makes its folder if there is none, and closes the figure."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -1,15 +1,13 @@
-"""Runs as files: a run folder, or an export from Weights & Biases; wherever they lie and whoever
-wrote them.
+"""Reads runs from files: run folders, and exports from Weights & Biases.
 
-A folder is a run if it has a configuration. What is read, the first of each line that is there:
+A folder is a run if it has a configuration. The first file of each line that is there is read:
 
     config.yaml, config.json                                   the resolved settings
     metrics.jsonl, history.jsonl, history.json, history.csv    what was measured, step by step
     summary.json, wandb-summary.json                           the last values
     identity.json, environment.json, evaluation/step_*.diagnostics.json
 
-The last three are those of a run folder. Nothing is imported, executed or followed out of the
-folder.
+Exports do not have the files of the last line. Nothing is imported or executed.
 """
 
 from __future__ import annotations
@@ -24,27 +22,33 @@ from omegaconf import MISSING, OmegaConf
 
 from lrattnres.config import TrainConfig, defaults, fields_of, flatten
 from lrattnres.report.history import HISTORIES, HistoryError, read_gaps, read_history, read_json
+from lrattnres.runs.errors import first_line
 
 CONFIGS = ("config.yaml", "config.json")
 SUMMARIES = ("summary.json", "wandb-summary.json")
-TRACES = (
-    *HISTORIES,
-    *SUMMARIES,
-    "checkpoints",
-    "status.json",
-)  # of a run, even where its configuration is lost
+# What shows that a folder is a run, even if its configuration is lost.
+TRACES = (*HISTORIES, *SUMMARIES, "checkpoints", "status.json")
 SCHEMA = fields_of(TrainConfig)
 DEFAULTS = flatten(defaults(TrainConfig))
 
 
 class ReportError(Exception):
-    """A folder that is no run that can be read; `str` names it and what is wrong."""
+    """A folder from which no run can be read; `str` names it and what is wrong."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What is known of one run. `settings` are dotted keys, those that the file leaves out at their
-    defaults; `errors` say what is missing or unreadable, and what the report cannot show for it.
+    """What is known of one run.
+
+    Attributes:
+        name: Of its folder.
+        settings: By dotted key; what the file leaves out is at its default.
+        records: What was measured, by step.
+        summary: The last values.
+        diagnostics: Where each site reads; `of` says on which tokens. None: not measured.
+        identity: Fingerprints of corpus and tokenizer.
+        machine: What the last start chose: device, kernels, ranks and more.
+        errors: What is missing or unreadable, and what the report cannot show for it.
     """
 
     name: str
@@ -69,13 +73,14 @@ class Run:
 
     @property
     def last_step(self) -> int:
+        """The last step that is known to be done."""
         return max(
             [int(self.summary.get("step") or 0), *(record["step"] for record in self.records)]
         )
 
     @property
     def val_loss(self) -> float | None:
-        """Held-out loss after the last step, nats a token; None while the run is not finished."""
+        """Held-out loss after the last step, in nats per token; None: not finished."""
         last = self.records[-1] if self.records else {}
         for source in (self.summary, last):
             if source.get("step") == self.settings["steps"] and isinstance(
@@ -85,9 +90,7 @@ class Run:
         return None
 
     def series(self, name: str) -> list[tuple[int, float]]:
-        """(step, value) of every record that has this number; numbers that are not finite are left
-        in.
-        """
+        """(step, value) of every record that has this number, also where it is not finite."""
         return [
             (record["step"], float(record[name]))
             for record in self.records
@@ -96,8 +99,10 @@ class Run:
 
 
 def find_runs(folders: list[Path]) -> tuple[list[Run], list[str]]:
-    """All runs in `folders` and below them, by name, each folder once; and what is wrong, one
-    sentence each.
+    """All runs in folders and below them, each folder once.
+
+    Returns:
+        The runs, by name; and what is wrong, one sentence each.
     """
     runs: dict[Path, Run] = {}
     errors: list[str] = []
@@ -120,8 +125,10 @@ def find_runs(folders: list[Path]) -> tuple[list[Run], list[str]]:
 
 
 def read_run(path: Path) -> Run:
-    """One run. Raises ReportError if its configuration cannot be read; any other error becomes one
-    of `Run.errors`.
+    """Reads one run.
+
+    Raises:
+        ReportError: Its configuration cannot be read. Any other error is noted in `Run.errors`.
     """
     settings = _settings(path)
     errors: list[str] = []
@@ -141,9 +148,7 @@ def read_run(path: Path) -> Run:
 
 
 def _last_recorded(path: Path, summary: Mapping[str, Any]) -> int:
-    """The last step that has a record, as summary and newest checkpoint know it; 0 where they do
-    not.
-    """
+    """The last step that must have a record, by summary and newest checkpoint; 0: not known."""
     known = [summary.get("step")]
     for file in path.glob("checkpoints/step_*/manifest.json"):
         details = _optional(path, (str(file.relative_to(path)),), []).get("details")
@@ -152,14 +157,12 @@ def _last_recorded(path: Path, summary: Mapping[str, Any]) -> int:
 
 
 def _candidates(folder: Path) -> Iterator[Path]:
-    """Folders that are runs, or were; nothing inside a run is another."""
+    """Folders that are runs or were runs. A folder inside a run is no other run."""
     if any((folder / name).is_file() for name in CONFIGS):
         yield folder
         return
     if any((folder / name).exists() for name in TRACES) or any(folder.glob("run-*.wandb")):
-        files = (
-            folder / "files"
-        )  # of W&B's own folders, whose history lies beside it in a form of its own
+        files = folder / "files"  # of a folder of W&B; its history is in a file of another format
         yield files if any((files / name).is_file() for name in CONFIGS) else folder
         return
     for child in sorted(folder.iterdir()):
@@ -168,8 +171,12 @@ def _candidates(folder: Path) -> Iterator[Path]:
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    """The resolved configuration, complete. W&B wraps each top-level value as {value: …} and adds
-    keys of its own.
+    """The resolved configuration, complete, by dotted key.
+
+    W&B wraps each top-level value as {value: …}, and adds keys of its own.
+
+    Raises:
+        ReportError: It is missing, unreadable or not complete.
     """
     file = next((path / name for name in CONFIGS if (path / name).is_file()), None)
     if file is None:
@@ -183,12 +190,11 @@ def _settings(path: Path) -> dict[str, Any]:
             if file.suffix == ".json"
             else OmegaConf.to_container(OmegaConf.create(text), resolve=False)
         )
-        tree = (
-            read_json(tree) if isinstance(tree, str) else tree
-        )  # `json.dumps(run.json_config)`, a text in a text
-    except Exception as error:  # the classes of two parsers
+        # `json.dumps(run.json_config)` is a text in a text.
+        tree = read_json(tree) if isinstance(tree, str) else tree
+    except Exception as error:  # two parsers, each with its own classes
         raise ReportError(
-            f"{path.name}: left out: {file.name} cannot be read: {_line(error)}"
+            f"{path.name}: left out: {file.name} cannot be read: {first_line(error)}"
         ) from error
     if not isinstance(tree, dict):
         raise ReportError(f"{path.name}: left out: {file.name} is not a mapping of settings")
@@ -215,6 +221,7 @@ def _settings(path: Path) -> dict[str, Any]:
 
 
 def _refusal(path: Path) -> str:
+    """Why a folder has no configuration, as far as that is known."""
     if any(path.glob("run-*.wandb")):
         return "; `wandb sync` it, and export its config and history (docs/reproducing.md)"
     try:
@@ -225,7 +232,10 @@ def _refusal(path: Path) -> str:
 
 
 def _optional(path: Path, names: tuple[str, ...], errors: list[str]) -> dict[str, Any]:
-    """The first of the files that is there; {} if there is none, or it is damaged: an error."""
+    """The first of the files that is there; {} if there is none.
+
+    A damaged file gives {} too, and is noted in `errors`.
+    """
     file = next((path / name for name in names if (path / name).is_file()), None)
     if file is None:
         return {}
@@ -235,14 +245,17 @@ def _optional(path: Path, names: tuple[str, ...], errors: list[str]) -> dict[str
             raise ValueError("not an object")
         return value
     except (OSError, ValueError) as error:
-        errors.append(f"{file.name} cannot be read: {_line(error)}")
+        errors.append(f"{file.name} cannot be read: {first_line(error)}")
         return {}
 
 
 def _diagnostics(
     path: Path, settings: Mapping[str, Any], records: list[dict[str, Any]], errors: list[str]
 ) -> dict[str, Any] | None:
-    """The newest of evaluation/, else of training, which has no mean α. `of` says which."""
+    """The newest diagnostics of evaluation/, or else those of training, which have no mean α.
+
+    `of` is added: the tokens that they are of.
+    """
     sites = 2 * settings["model.layers"] + 1
     files = sorted(
         path.glob("evaluation/step_*.diagnostics.json"),
@@ -296,7 +309,7 @@ def _name(path: Path) -> str:
 
 
 def _distinct(runs: Mapping[Path, Run]) -> list[Run]:
-    """By name; where several folders have one name, the folder above is added."""
+    """By name. Where folders have the same name, the name of the folder above is added."""
     names = [run.name for run in runs.values()]
     again = {name for name in names if names.count(name) > 1}
     renamed = [
@@ -310,10 +323,6 @@ def _distinct(runs: Mapping[Path, Run]) -> list[Run]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, float | int) and not isinstance(value, bool)
-
-
-def _line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).strip().splitlines()[0]
 
 
 def finite(values: list[float]) -> list[float]:

@@ -22,20 +22,20 @@ from lrattnres.report.plots import (
 
 MARKS = str.maketrans({" ": "␣", "\n": "↵", "\t": "⇥", "\r": "␍"})
 SHORT = {"embedding": "emb"}
-LONGEST = 18  # characters of a token that are shown
+LONGEST = 18  # characters of a token that are shown at most
 
 
 def token_heatmap(
     record: dict[str, Any], sites: Sequence[int], shown: range, title: str, path: Path
 ) -> None:
-    """A panel for each site, tokens by what they take; one scale for all.
+    """Draws a panel for each site: tokens by what they take. All panels have one scale.
 
     Args:
-        record: of `reads_record`, with `weights` or `coefficients`.
-        sites: which of its sites.
-        shown: which of its tokens, a line each.
-        title: stands above it.
-        path: the PNG file.
+        record: From `reads_record`, with `weights` or `coefficients`.
+        sites: Which sites, from 1.
+        shown: Which tokens, from 0, a line each.
+        title: Stands above it.
+        path: The PNG file.
     """
     panels = [site for site in record["sites"] if site["site"] in sites]
     name = _measure(record)
@@ -65,7 +65,13 @@ def token_heatmap(
 
 
 def mean_heatmap(record: dict[str, Any], title: str, path: Path) -> None:
-    """Sites by what they read, averaged over the tokens of the text, in the form of Figure 3."""
+    """Draws sites by what they read, averaged over the tokens of the text, in the form of Figure 3.
+
+    Args:
+        record: From `reads_record`, with `weights` or `coefficients`.
+        title: Stands above it.
+        path: The PNG file.
+    """
     name = _measure(record)
     means = [np.array(site[name]).mean(axis=0).tolist() for site in record["sites"]]
     if name == "coefficients":
@@ -79,12 +85,15 @@ def mean_heatmap(record: dict[str, Any], title: str, path: Path) -> None:
 
 
 def _measure(record: dict[str, Any]) -> str:
+    """Which of the two a record has."""
     return "coefficients" if "coefficients" in record["sites"][0] else "weights"
 
 
 def visible(text: str) -> str:
-    """A token for an axis: white space by signs, what the font lacks by its number, and not too
-    long.
+    """A token as a label of an axis.
+
+    White space is shown by signs, what the font does not have by its number, and a long token is
+    cut.
     """
     has = get_font(findfont("monospace")).get_char_index
     marked = "".join(

@@ -9,17 +9,17 @@ from lrattnres.runs.metrics import MetricsFile
 
 
 def draw_training(folder: RunFolder) -> None:
-    """plots/loss.png from metrics.jsonl."""
+    """Draws plots/loss.png from metrics.jsonl."""
     path = folder.plots_path / "loss.png"
     loss_curve(MetricsFile.read(folder.metrics_path), folder.path.name, path)
     print(f"loss curve: {path}")
 
 
 def draw_diagnostics(evaluation: Evaluation) -> None:
-    """The pictures of read sites, if they were measured.
+    """Draws the pictures of read sites, if they were measured.
 
     plots/depth.png has α where a path attends, plots/coefficients.png what each site takes from
-    each output, and plots/sites.png a curve over sites for each of the other figures.
+    each output, and plots/sites.png a curve over sites for each of the other numbers.
     """
     diagnostics, folder = evaluation.diagnostics, evaluation.folder
     if diagnostics is None:

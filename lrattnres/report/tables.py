@@ -1,4 +1,4 @@
-"""The tables of losses and gradient norms: ours beside the paper's."""
+"""The tables of losses and gradient norms, ours beside the paper's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,15 @@ MISSING = "—"
 
 @dataclass(frozen=True)
 class Table:
-    """Texts in rows and columns; `name` is that of its CSV file. `notes` stand below it."""
+    """Texts in rows and columns.
+
+    Attributes:
+        name: Of its CSV file, without the ending.
+        title: Its heading in the report.
+        columns: Names of the columns.
+        rows: A text for each column.
+        notes: Sentences below it.
+    """
 
     name: str
     title: str
@@ -31,7 +39,7 @@ class Table:
 
 
 def table1(group: Group) -> Table | None:
-    """The paper's 20 rows with its figures and ours; None if no run of the group is one of them."""
+    """The 20 rows of the paper's Table 1 with its figures and ours; None if no run is a row."""
     ours = {entry.row.row: entry for entry in group.entries if entry.row}
     if not ours:
         return None
@@ -46,7 +54,7 @@ def table1(group: Group) -> Table | None:
         entry = ours.get(row.row)
         measured = _measured(entry, group) if entry else (*[MISSING] * 6, "missing")
         rank = str(entry.choice.rank or MISSING) if entry else MISSING
-        rows.append((row.row, row.method, *granularity(row), *paper, rank, *measured))
+        rows.append((row.row, row.method, *_sizes(row), *paper, rank, *measured))
     absent = [row.row for row in TABLE1 if row.row not in ours]
     notes = [
         *_notes(group),
@@ -82,7 +90,7 @@ OURS = (
 
 
 def other_runs(group: Group) -> Table | None:
-    """What is none of the 20 rows, with added parameters; None if there is no such run."""
+    """Runs that are none of the 20 rows, with their added parameters; None if there are none."""
     entries = [entry for entry in group.entries if not entry.row]
     rows = [
         (
@@ -134,7 +142,7 @@ def table2(group: Group) -> Table:
 
 
 def run_list(groups: list[Group], unfinished: list[Run]) -> list[Table]:
-    """Which folder is which line of the tables; and what is not finished, so in none of them."""
+    """Which folder is which line of the tables; and the runs that are not finished."""
     listed: list[tuple[str, ...]] = [
         (run.name, group.name, entry.label, str(run.seed), number(run.val_loss), f"{run.tokens:,}")
         for group in groups
@@ -171,22 +179,27 @@ def run_list(groups: list[Group], unfinished: list[Run]) -> list[Table]:
 
 
 def added_percent(run: Run) -> float | None:
-    """Multiply-adds that the residual path adds to the core of this run's model, in percent.
+    """Multiply-adds that the residual path adds to the core of a run's model, in percent.
 
-    None if this version of the program does not know the path or its settings.
+    None if this version does not know the path or its settings.
     """
     config = model_of(run)
     return None if config is None else cost(config).added_percent
 
 
 def differences(entry: Entry, group: Group) -> list[float]:
-    """Loss minus that of the baseline, in nats a token, for every seed that both have."""
+    """Loss minus that of the baseline, in nats per token, for every seed that both have."""
     base = group.plain.losses if group.plain else {}
     return [loss - base[seed] for seed, loss in entry.losses.items() if seed in base]
 
 
 def mean_and_spread(values: list[float], signed: bool = False) -> tuple[str, str]:
-    """Mean, and the sample standard deviation, which takes two values at least."""
+    """Mean and sample standard deviation as texts; the second needs two values.
+
+    Args:
+        values: Any number of them.
+        signed: Whether the mean has a sign in front.
+    """
     if not values:
         return MISSING, MISSING
     spread = (
@@ -198,14 +211,14 @@ def mean_and_spread(values: list[float], signed: bool = False) -> tuple[str, str
 
 
 def number(value: float | None, signed: bool = False) -> str:
+    """A number with four decimals; MISSING for None."""
     return MISSING if value is None else f"{value:{'+' if signed else ''}.4f}"
 
 
-def granularity(row: PaperRow) -> tuple[str, str]:
-    """N and r of a row, as texts."""
-    return (str(row.blocks) if row.blocks else MISSING if row is TABLE1[0] else "full"), str(
-        row.rank or MISSING
-    )
+def _sizes(row: PaperRow) -> tuple[str, str]:
+    """N and r of a row of the paper, as texts."""
+    blocks = str(row.blocks) if row.blocks else MISSING if row is TABLE1[0] else "full"
+    return blocks, str(row.rank or MISSING)
 
 
 def _added_parameters(run: Run) -> str:
@@ -243,8 +256,9 @@ def _notes(group: Group) -> list[str]:
 
 
 def _order_of(ours: Mapping[str, Entry]) -> list[str]:
-    """How far the order of our rows is the paper's: Spearman's correlation of the losses of the
-    rows that both have.
+    """How far the order of our rows is that of the paper.
+
+    It is Spearman's correlation of the losses, over the rows that both have.
     """
     pairs = [
         (float(row.val_loss), statistics.fmean(ours[row.row].losses.values()))
@@ -269,6 +283,12 @@ def _same(norm: PaperNorm, row: PaperRow) -> bool:
 
 
 def _norms(entry: Entry, notes: list[str]) -> tuple[str, ...]:
+    """The cells of an entry in Table 2.
+
+    Args:
+        entry: Whose runs are averaged.
+        notes: Gets a sentence for what is left out or missing.
+    """
     means, counts = [], []
     for run in entry.runs:
         exact = run.summary.get("mean_grad_norm")

@@ -1,4 +1,4 @@
-"""What can be wrong with a checkpoint, and how several errors are listed."""
+"""The error of checkpoints, and how errors are put into messages."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from lrattnres.distributed.ranks import SharedError
 
 
 class CheckpointError(SharedError, Exception):
-    """A checkpoint that cannot be written, is damaged, or does not fit; `str` names the path and
-    every error.
+    """A checkpoint cannot be written, is damaged, or does not fit.
 
-    All ranks raise it in the same words.
+    `str` names the path and every error. All ranks raise it with the same words.
     """
 
 
 def listed(errors: Iterable[str]) -> str:
-    """One error a line."""
+    """Errors as lines of a message, one each."""
     return "\n".join(f"  - {error}" for error in errors)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message; the name of its class if it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

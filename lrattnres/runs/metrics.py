@@ -1,8 +1,8 @@
-"""metrics.jsonl: one JSON object a line, whole lines only, whatever kills the process.
+"""metrics.jsonl: one JSON object a line, and only whole lines, also if the process is killed.
 
-The last entry of a line, `crc`, is the CRC-32 (in hexadecimal) of the line without it, begun with
-the `crc` of the line before as its initial value (0 in the first line): a line that was changed, or
-that is missing, does not go unseen.
+The last entry of a line, `crc`, is a CRC-32 in hexadecimal. It is computed over the line without
+this entry, with the `crc` of the line before as initial value (0 for the first line). So a line
+that was changed or is missing is noticed.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from lrattnres.runs.files import from_json, to_json, write_atomic
 
 
 class MetricsError(Exception):
-    """A record that is none, or a line that cannot be read; `str` names the file and the line."""
+    """A record or a line that is not valid; `str` names the file and the line."""
 
 
 class MetricsFile:
     """The measurements of one run, in the order of its steps.
 
-    Every record has a whole number `step`. Values are numbers, texts, true, false, null, and lists
-    and dictionaries of them; numbers that are not finite are written as the texts "nan", "inf" and
-    "-inf" (see `to_json`). The file is opened by the first `write`, so readers may hold a
-    MetricsFile too.
+    Every record has a whole number `step`. Values are numbers, texts, booleans, None, and lists and
+    dictionaries of them. Numbers that are not finite are written as in `to_json`. The first `write`
+    opens the file, so a reader may have a MetricsFile too.
     """
 
     def __init__(self, path: Path):
@@ -35,11 +34,12 @@ class MetricsFile:
         self._crc = 0  # of the last line
 
     def write(self, record: dict[str, Any]) -> None:
-        """Appends one line with one system call: it is there after the process, though not after
-        the machine.
+        """Appends a record as one line, in one system call.
+
+        The line survives the end of the process, but perhaps not that of the machine.
 
         Raises:
-            MetricsError: The record has no step, or something that JSON does not know.
+            MetricsError: The record has no step, or a value that JSON does not know.
             OSError: The disk is full; the file then ends as before.
         """
         if type(record.get("step")) is not int:
@@ -70,17 +70,17 @@ class MetricsFile:
         self._crc = crc
 
     def rewind(self, step: int, last: int | None = None) -> list[str]:
-        """Drops what came after `step`, and a torn last line: the run goes on from there.
+        """Removes the records after a step, and an incomplete last line, before a run continues.
 
         Args:
             step: The last one whose records stay.
-            last: The step of the last record up to `step` that was written, where that is known.
+            last: The step of the last record up to `step` that was written; None: not known.
 
         Returns:
             A sentence for each place in what stays where lines are missing or changed.
 
         Raises:
-            MetricsError: A line is no record; the file is then unchanged.
+            MetricsError: A line is not valid; the file is then unchanged.
             OSError: The file cannot be written; it is then unchanged.
         """
         self.close()
@@ -88,13 +88,7 @@ class MetricsFile:
         kept = [line for line in _parsed(self.path) if line.record["step"] <= step] if there else []
         if there:
             write_atomic(self.path, b"".join(line.text for line in kept))
-        gaps = [line.gap for line in kept if line.gap]
-        end = kept[-1].record["step"] if kept else 0
-        if last is not None and end < last:
-            gaps.append(
-                f"{self.path} ends at step {end}; the records up to step {last} are missing"
-            )
-        return gaps
+        return _gaps(self.path, kept, last)
 
     def close(self) -> None:
         """Closes the file; a later `write` opens it again."""
@@ -104,23 +98,35 @@ class MetricsFile:
 
     @staticmethod
     def read(path: Path) -> list[dict[str, Any]]:
-        """All records, numbers that are not finite as floats. A torn last line is left out.
+        """All records, without an incomplete last line.
+
+        Numbers that are not finite are floats again.
 
         Raises:
-            MetricsError: A line is no record; it is named.
+            MetricsError: A line is not valid; it is named.
             FileNotFoundError: There is no such file.
         """
         return [line.record for line in _parsed(Path(path))]
 
     @staticmethod
-    def gaps(path: Path) -> list[str]:
-        """A sentence for each place where lines are missing or changed. Raises as `read` does."""
-        return [line.gap for line in _parsed(Path(path)) if line.gap]
+    def gaps(path: Path, last: int | None = None) -> list[str]:
+        """A sentence for each place where lines are missing or changed.
+
+        Args:
+            path: The file.
+            last: The step up to which there must be records; None: not known.
+
+        Raises:
+            MetricsError: A line is not valid; it is named.
+            FileNotFoundError: There is no such file.
+        """
+        return _gaps(Path(path), _parsed(Path(path)), last)
 
     def _open(self) -> int:
-        """For appending.
+        """Opens the file for appending.
 
-        What a killed process left of a line goes first, or the next record would be joined to it.
+        An incomplete last line, which a killed process left, is removed first. Otherwise the next
+        record would be joined to it.
         """
         handle = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         whole = self.path.read_bytes()
@@ -131,19 +137,36 @@ class MetricsFile:
 
 
 class _Line(NamedTuple):
+    """A line of the file.
+
+    Attributes:
+        text: As it stands, with its line break.
+        record: Without its crc.
+        gap: What is wrong before or in this line; None: nothing.
+    """
+
     text: bytes
-    record: dict[str, Any]  # without its crc
-    gap: str | None  # what is said of the place before it, if it does not follow on the line before
+    record: dict[str, Any]
+    gap: str | None
+
+
+def _gaps(path: Path, lines: list[_Line], last: int | None) -> list[str]:
+    """A sentence for each place where lines of a file are missing or changed."""
+    gaps = [line.gap for line in lines if line.gap]
+    end = max((line.record["step"] for line in lines), default=0)
+    if last is not None and end < last:
+        gaps.append(f"{path} ends at step {end}; the records up to step {last} are missing")
+    return gaps
 
 
 def _split(line: bytes) -> tuple[bytes, int | None]:
-    """A line without its `crc`, and that; None for a line of a version that wrote none."""
+    """A line without its `crc`, and the `crc`; None where an older version wrote none."""
     match = re.fullmatch(rb'(\{.*), "crc": "([0-9a-f]{8})"\}', line, re.DOTALL)
     return (match[1] + b"}", int(match[2], 16)) if match else (line, None)
 
 
 def _parsed(path: Path) -> list[_Line]:
-    """Every line that ends; what follows the last line break was torn."""
+    """Every line that ends with a line break."""
     parsed, before, checked = list[_Line](), 0, False
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         text, crc = _split(line)
@@ -155,7 +178,7 @@ def _parsed(path: Path) -> list[_Line]:
             raise MetricsError(
                 f"{path}, line {number}: not an object with a whole number `step`: {line[:80]!r}"
             )
-        # Lines without a crc stand at the beginning, or not at all.
+        # Only the first lines of a file may have no crc.
         wrong = checked if crc is None else crc != zlib.crc32(text, before)
         gap = f"{path}, line {number} (step {record['step']}): "
         gap += "it was changed, or lines before it are missing"
