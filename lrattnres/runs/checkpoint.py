@@ -1,4 +1,4 @@
-"""Checkpoints: complete or absent, verified before use, and safe to open whoever wrote them.
+"""Checkpoints: complete or absent, verified before use, and safe to open from any source.
 
     checkpoints/step_000040/
         manifest.json                 format, step, details; size and SHA-256 of every other file
@@ -6,14 +6,14 @@
                                       for each tensor
         __0_0.distcp  __1_0.distcp    what each rank wrote
 
-A save goes to the hidden sibling `.step_000040.partial`, is brought to the disk, and only then gets
-its name. What is found under a final name was therefore complete once; the manifest tells whether
-it still is. Other hidden siblings:
+A save writes the hidden folder `.step_000040.partial`, waits until it is on the disk, and renames
+it last. So what has a final name was complete once; the manifest tells whether it still is. Other
+hidden folders:
 
     .step_000040.replaced       the old one, while a new one gets its name
-    .step_000040.superseded     later than where the run was told to go on from; it stays until the
-                                next save is complete
-    .step_000040.damaged        passed over; nobody removes it
+    .step_000040.superseded     later than the step from which the run was told to continue; it
+                                stays until the next save is complete
+    .step_000040.damaged        it could not be read; it is never removed
     .step_000040.removed        about to be deleted
 """
 
@@ -53,13 +53,10 @@ class Checkpoint:
 
     Made by all ranks together.
 
-    Args:
+    Attributes:
         path: Its folder.
-        step: That it must be of.
-        ranks: Who reads it.
-
-    Raises:
-        CheckpointError: Names the folder and the first thing that is wrong with it.
+        step: The number of steps done.
+        details: What `save` was given, from the manifest.
     """
 
     step: int
@@ -67,16 +64,27 @@ class Checkpoint:
     details: dict[str, Any]
 
     def __init__(self, path: Path, step: int, ranks: Ranks):
+        """Verifies the checkpoint. Collective.
+
+        Args:
+            path: Its folder.
+            step: Of which it must be.
+            ranks: The ranks that read it.
+
+        Raises:
+            CheckpointError: Names the folder and the first error in it.
+        """
         manifest = verified_manifest(path, step, ranks)
         self.path, self.step, self.details = path, step, manifest["details"]
         self._files, self._ranks = frozenset(manifest["files"]), ranks
 
     def keys(self, group: str) -> list[str]:
-        """The keys under a top-level name, sorted; none where there is no such name.
+        """The keys under a top-level name, sorted; none if there is no such name. Not collective.
 
-        Not collective.
+        The caller decides what to do with the values of ranks that do not exist any more.
 
-        It is the caller who decides about the values of ranks that were there and are no more.
+        Raises:
+            CheckpointError: The description of the tensors cannot be read.
         """
         with explained(f"{self.path}: cannot be read", self._ranks):
             saved = [
@@ -90,12 +98,12 @@ class Checkpoint:
         Top-level names of the checkpoint that no rank's `state` has are not read.
 
         Args:
-            state: Top-level name -> key -> tensor; each may lie on any device, whole or sharded,
-                however it was when it was saved. Inside a top-level name, keys, shapes and dtypes
-                must be the saved ones, but for keys that only another rank gives.
+            state: Top-level name -> key -> tensor. A tensor may be on any device, and whole or
+                sharded, however it was saved. Keys, shapes and dtypes inside a top-level name must
+                be the saved ones. Keys that another rank gives may be left out.
 
         Raises:
-            CheckpointError: Lists every difference; then no tensor was touched.
+            CheckpointError: Lists every difference; then no tensor was changed.
         """
         reader, ranks = self._reader(), self._ranks
 
@@ -115,7 +123,7 @@ class Checkpoint:
             if self.path.exists():
                 raise
             raise CheckpointError(
-                f"{self.path}: removed while it was read, by a training that goes on; the same "
+                f"{self.path}: removed while it was read, by a training that still runs; the same "
                 "command finds a newer one"
             ) from error
 
@@ -128,22 +136,11 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of one run, written by one process at a time, or by the ranks of a job
-    together.
+    """The checkpoints of one run.
 
-    What is said to be collective is called by all ranks at the same point; what fails on one fails
-    on all. A process alone, be there a process group or not, can read what any number of ranks
-    wrote.
-
-    Args:
-        folder: `checkpoints` of the run folder; no file is touched yet.
-        keep_last: How many of the newest are kept, at least 1.
-        keep_every: Those at multiples of this step are kept too; None: no others.
-        ranks: The job, in a process group of its own (`Ranks.apart`); None for a process alone.
-        asynchronous: Whether `save` returns as soon as it has a copy in host memory.
-
-    Raises:
-        CheckpointError: A number is below 1.
+    One process writes them at a time, or all ranks of a job together. Methods that are collective
+    must be called by all ranks at the same point; what fails on one rank fails on all. A single
+    process can read what any number of ranks wrote.
     """
 
     def __init__(
@@ -155,6 +152,19 @@ class Checkpoints:
         ranks: Ranks | None = None,
         asynchronous: bool = False,
     ):
+        """Notes the settings; no file is touched yet.
+
+        Args:
+            folder: `checkpoints` of the run folder.
+            keep_last: How many of the newest are kept, at least 1.
+            keep_every: Those at multiples of this step are kept too; None: no others.
+            ranks: The ranks of the job, with a process group of their own (`Ranks.apart`); None: a
+                single process.
+            asynchronous: Whether `save` returns as soon as it has a copy in host memory.
+
+        Raises:
+            CheckpointError: A number is below 1.
+        """
         for name, value in {"keep_last": keep_last, "keep_every": keep_every}.items():
             if value is not None and value < 1:
                 raise CheckpointError(f"checkpoint.{name}={value}: must be at least 1")
@@ -167,26 +177,25 @@ class Checkpoints:
         self._passed_over: set[int] = set()
 
     def save(self, step: int, state: State, details: dict[str, Any]) -> Path:
-        """Writes the checkpoint of `step`; one that was there before is replaced. Collective.
+        """Writes the checkpoint of a step; an older one of this step is replaced. Collective.
 
-        Afterwards older checkpoints are removed, as the constructor says, and superseded ones, but
-        never the one just written.
+        Afterwards it removes superseded checkpoints, and older ones that the settings do not keep.
+        The one just written always stays.
 
         Args:
             step: At least 0.
-            state: Top-level name -> key -> tensor. DTensors are saved as what they are shards of. A
-                plain tensor is saved once, and must be the same on every rank that has its key;
-                give a value of one rank a key with the rank in it, like "cpu.rank3".
-            details: Kept in the manifest (those of rank 0); must survive JSON unchanged.
+            state: Top-level name -> key -> tensor. DTensors are saved as the tensors whose shards
+                they are. A plain tensor is saved once, and must be the same on every rank that has
+                its key. A value of one rank needs a key with the rank in it, like "cpu.rank3".
+            details: Kept in the manifest (those of rank 0); JSON must give them back unchanged.
 
         Returns:
             The folder of the checkpoint.
 
         Raises:
-            CheckpointError: A value is no tensor, or not the same everywhere, or the disk refuses
-                on any rank: then nothing of this save remains, and what was there before still is.
-                One in the background raises it at the next `save` or `wait`, after which it is
-                forgotten.
+            CheckpointError: A value is no tensor or differs between ranks, or a rank cannot write.
+                Then nothing of this save remains, and earlier checkpoints are unchanged. A save in
+                the background raises it once, at the next `save` or `wait`.
         """
         self.wait()
         self._ranks.all_succeed(lambda: self._check(step, state, details))
@@ -201,10 +210,10 @@ class Checkpoints:
         return self.folder / _name(step)
 
     def wait(self) -> None:
-        """Returns when no save goes on any more.
+        """Waits for the save in the background, if there is one.
 
         Raises:
-            CheckpointError: The last one failed; it is said once.
+            CheckpointError: It failed. The error is raised once.
         """
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -214,7 +223,7 @@ class Checkpoints:
         """Steps that have a checkpoint, rising; nothing is verified.
 
         Raises:
-            CheckpointError: The folder is none, or a link to one that is not there.
+            CheckpointError: The folder is a file, or a link to nothing.
         """
         return sorted({step for step, _, ending in self._entries() if ending in ("", "replaced")})
 
@@ -223,11 +232,10 @@ class Checkpoints:
         return sorted({step for step, _, ending in self._entries() if ending == "superseded"})
 
     def newest(self, report: Callable[[str], None]) -> Checkpoint | None:
-        """The newest complete checkpoint, None where there is none. Collective.
+        """The newest complete checkpoint; None if there is none. Collective.
 
         Args:
-            report: Gets a sentence for each newer one that is broken, and each save that was cut
-                short.
+            report: Gets a sentence for each newer one that is broken, and for each unfinished save.
 
         Raises:
             CheckpointError: The folder cannot be read.
@@ -246,7 +254,7 @@ class Checkpoints:
                 return self.at(step)
             except CheckpointError as error:
                 if not self._ranks.of_first(partial(os.path.lexists, self._path(step))):
-                    return self.newest(report)  # removed by a training that goes on
+                    return self.newest(report)  # the training that still runs removed it
                 self._passed_over.add(step)
                 report(
                     f"{error}; passed over (and renamed to {self._hidden(step, 'damaged').name} if "
@@ -255,10 +263,10 @@ class Checkpoints:
         return None
 
     def at(self, step: int) -> Checkpoint:
-        """The checkpoint of `step`, a superseded one too. Collective.
+        """The checkpoint of a step, also a superseded one. Collective.
 
         Raises:
-            CheckpointError: There is none (it lists the steps there are), or it is broken.
+            CheckpointError: There is none (the message lists the steps there are), or it is broken.
         """
         self.wait()
 
@@ -274,18 +282,18 @@ class Checkpoints:
         return Checkpoint(self._ranks.of_first(find), step, self._ranks)
 
     def rewind(self, step: int) -> list[int]:
-        """Sets the checkpoints after `step` aside. Not collective: one process does it.
+        """Sets aside the checkpoints after a step. Not collective: one process calls it.
 
-        Once a run goes on from `step`, they belong to a past that did not happen, and must not be
-        taken for its newest ones later. They are removed when the next save is complete; until then
-        `at` finds them. One that `newest` passed over becomes `.step_NNNNNN.damaged`, and stays:
-        what cannot be read from here may be whole.
+        A run that continues from `step` writes these steps anew, so the old ones must not be taken
+        for the newest later. They are removed when the next save is complete; until then `at` finds
+        them. One that `newest` could not read becomes `.step_NNNNNN.damaged` and stays: another
+        machine may read it.
 
         Returns:
             The steps that are set aside until the next save, rising.
 
         Raises:
-            CheckpointError: The disk refuses.
+            CheckpointError: A folder cannot be renamed.
         """
         self.wait()
         later = [other for other in self.steps() if other > step]
@@ -306,7 +314,7 @@ class Checkpoints:
             raise CheckpointError(f"{self.folder / _name(step)} is not written:\n" + listed(errors))
 
     def _write(self, step: int, state: State, details: dict[str, Any]) -> Path:
-        """All of a save, in the background or not.
+        """Writes a checkpoint, in the background or not.
 
         Every line is for all ranks, and fails on all or on none.
         """
@@ -333,16 +341,14 @@ class Checkpoints:
         unfinished.mkdir()
 
     def _found(self) -> tuple[set[int], set[int]]:
-        """Steps that have a checkpoint, and those that have no more than the beginning of one."""
+        """Steps that have a checkpoint, and steps that have only an unfinished one."""
         complete = set(self.steps())
         return complete, {
             step for step, _, ending in self._entries() if ending == "partial"
         } - complete
 
     def _entries(self) -> Iterator[tuple[int, Path, str]]:
-        """(step, path, ending) of whatever has a name of ours; the ending is empty for a final
-        name.
-        """
+        """(step, path, ending) of every folder with a name as above; "" for a final name."""
         if not self.folder.is_dir():
             if os.path.lexists(self.folder):
                 raise CheckpointError(
@@ -361,8 +367,9 @@ class Checkpoints:
         return self.folder / f".{_name(step)}.{ending}"
 
     def _path(self, step: int) -> Path:
-        """Where the checkpoint of a step lies: perhaps set aside, by `rewind` or by a kill in
-        `_install`.
+        """Where the checkpoint of a step is.
+
+        It may be set aside, by `rewind` or by a process that was killed in `_install`.
         """
         places = [self.folder / _name(step)]
         places += [self._hidden(step, ending) for ending in ("replaced", "superseded")]
@@ -371,7 +378,7 @@ class Checkpoints:
     def _install(self, unfinished: Path, step: int) -> None:
         """Gives a complete folder its final name.
 
-        The old one keeps a name under which it is found until then.
+        Until then the old one has a name under which it is found.
         """
         path, aside = self.folder / _name(step), self._hidden(step, "replaced")
         if os.path.lexists(path):
@@ -381,7 +388,7 @@ class Checkpoints:
         _delete(aside)
 
     def _remove(self, path: Path, step: int) -> None:
-        """Renamed first: a folder that is half deleted must not look like a damaged checkpoint."""
+        """Renames before it deletes: a folder that is half deleted must not look damaged."""
         hidden = self._hidden(step, "removed")
         _delete(hidden)
         path.rename(hidden)
@@ -400,9 +407,7 @@ class Checkpoints:
             self._remove(self._path(step), step)
 
     def _sweep(self) -> None:
-        """Clears away what processes that were killed left behind, but not the only copy of a
-        checkpoint.
-        """
+        """Deletes what killed processes left behind, but never the only copy of a checkpoint."""
         for step, path, ending in list(self._entries()):
             if ending in ("partial", "removed") or (
                 ending == "replaced" and self._path(step) != path
@@ -411,7 +416,7 @@ class Checkpoints:
 
 
 def _delete(path: Path) -> None:
-    """Whatever it is, if it is there; of a link the link alone."""
+    """Deletes a file, folder or link, if it is there; of a link only the link."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -423,6 +428,7 @@ def _name(step: int) -> str:
 
 
 def _unfaithful(details: dict[str, Any]) -> list[str]:
+    """What keeps details from being stored as JSON, a sentence each."""
     try:
         if json.loads(json.dumps(details, allow_nan=False)) == details:
             return []

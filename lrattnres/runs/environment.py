@@ -1,6 +1,6 @@
 """What a run was started with: versions, code and command line.
 
-Nothing that tells whose machine it was.
+Nothing in it names the machine or its owner.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ PACKAGE = "lrattnres"
 
 
 def describe_environment() -> dict[str, Any]:
-    """Plain values, ready for JSON; null for what is not installed or not known.
+    """Plain values, ready for JSON; None for what is not installed or not known.
 
-    The time is in UTC.
+    `time` is in UTC.
     """
     return {
         "time": datetime.now(UTC).isoformat(timespec="microseconds"),
@@ -38,8 +38,9 @@ def describe_environment() -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str | None]:
-    """Installed versions of everything that the package requires, extras too, and of Triton, which
-    torch brings.
+    """Installed versions of everything that the package requires, its extras included.
+
+    And of Triton, which torch installs.
     """
     try:
         required = importlib.metadata.requires(PACKAGE) or []
@@ -57,11 +58,9 @@ def _version(name: str) -> str | None:
 
 
 def _git(root: Path) -> dict[str, Any] | None:
-    """Revision of the package's own checkout, and whether any file in it was changed or added
-    since.
+    """Revision of the package's own checkout, and whether files were changed or added since.
 
-    None where there is no git or no checkout: a repository around an installed package says nothing
-    about its code.
+    None without git or a checkout. A repository around an installed package does not count.
     """
     try:
         if Path(_ask(root, "rev-parse", "--show-toplevel")).resolve() != root.resolve():

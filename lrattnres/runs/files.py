@@ -1,6 +1,4 @@
-"""Files that are either the old ones or the new ones, whenever the machine stops; and JSON that any
-reader takes.
-"""
+"""Files that are replaced as a whole, even if the machine stops; and JSON for every reader."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ FOREIGN = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def sync(path: Path) -> None:
-    """Waits until a file's bytes, or a folder's entries, are on the disk."""
+    """Waits until the bytes of a file, or the entries of a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -26,15 +24,19 @@ def sync(path: Path) -> None:
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Replaces `path` as a whole: a hidden sibling is written, brought to the disk and renamed into
-    place.
+    """Replaces a file as a whole.
+
+    A hidden file beside it is written, brought to the disk and renamed.
+
+    Args:
+        path: The file; its folder must be there.
+        content: All of it; a text is written as UTF-8.
 
     Raises:
-        OSError: It cannot be written; `path` is then what it was before.
+        OSError: It cannot be written; the file is then what it was before.
     """
-    partial = path.with_name(
-        f".{path.name}.{uuid.uuid4().hex}.partial"
-    )  # several processes may write it at once
+    # Several processes may write the file at the same time.
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     try:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
         sync(partial)
@@ -45,13 +47,16 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """JSON as RFC 8259 has it, which knows no NaN: such numbers become the texts "nan", "inf" and
-    "-inf".
+    """JSON by RFC 8259. Numbers that are not finite become the texts "nan", "inf" and "-inf".
 
-    `float` of the text gives the number back in most languages, and `from_json` does so here.
+    `from_json` gives the numbers back; in most languages `float` of the text does.
+
+    Args:
+        value: Dictionaries, lists, tuples, texts, numbers, booleans and None.
+        indent: Spaces of each level; None: all on one line.
 
     Raises:
-        TypeError: The value holds what JSON has no form for (a tensor, for one).
+        TypeError: JSON has no form for something in it, such as a tensor.
     """
     return json.dumps(_words(value), indent=indent, ensure_ascii=False, allow_nan=False)
 
@@ -61,7 +66,7 @@ def from_json(text: str | bytes, *, foreign: bool = False) -> Any:
 
     Args:
         text: The whole of a JSON document.
-        foreign: Take other programs' spellings of numbers that are not finite too, such as NaN.
+        foreign: Also take other programs' spellings of numbers that are not finite, such as NaN.
 
     Raises:
         ValueError: The text is not JSON.

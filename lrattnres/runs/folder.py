@@ -1,8 +1,8 @@
-"""The folder of one run: what it is, who may write to it, and what it was started with.
+"""The folder of one run: its files, who may write to it, and what it was started with.
 
     runs/NAME/
         config.yaml        every setting, ending with YAML's own end mark `...`
-        paths.json         the paths in config.yaml from the root on, wherever the command was given
+        paths.json         absolute paths of the settings that name files
         identity.json      fingerprints of what the settings only name: corpus, tokenizer
         corpus.json        the files of a streamed corpus: revision, names, sizes, row groups
         environment.json   "starts": versions, revision and command line of every start
@@ -11,7 +11,7 @@
                            reads, of training too
         checkpoints/       plots/       summary.json (once the run is finished)
 
-Every file is replaced as a whole, so what is there is complete.
+metrics.jsonl grows by whole lines. Every other file is replaced as a whole.
 """
 
 from __future__ import annotations
@@ -34,20 +34,23 @@ from lrattnres.runs.environment import describe_environment
 from lrattnres.runs.errors import listed
 from lrattnres.runs.files import from_json, to_json, write_atomic
 
-LONGEST_NAME = 200  # bytes; file systems take 255, and names of files derived from it must fit too
+LONGEST_NAME = 200  # bytes; file systems take 255, and files are named after the run
 END = "...\n"
 PATHS = ("data.root", "data.cache", "tokenizer.path", "initial")  # settings that name files
 
 
 class RunError(Exception):
-    """A run folder that cannot be used as asked; `str` names it and what to do instead."""
+    """A run folder cannot be used as asked; `str` names it and what to do instead."""
 
 
 class RunFolder:
     """Paths of a run. The constructor touches nothing; `open` is for the process that trains.
 
     Attributes:
-        notes: What `open` has to say to the user, a sentence each.
+        path: The folder.
+        config_path, paths_path, identity_path, corpus_path, environment_path, metrics_path,
+            checkpoints_path, plots_path, summary_path: Files and folders in it.
+        notes: What `open` has to tell the user, a sentence each.
     """
 
     def __init__(self, path: Path):
@@ -68,7 +71,8 @@ class RunFolder:
     def of(cls, config: TrainConfig) -> RunFolder:
         """The folder `config.runs`/`config.name`, untouched.
 
-        Raises RunError for a name that is no folder name.
+        Raises:
+            RunError: The name cannot be the name of a folder.
         """
         return cls(Path(config.runs) / _checked_name(config.name))
 
@@ -82,21 +86,20 @@ class RunFolder:
     ) -> RunFolder:
         """Makes or continues the folder `config.runs`/`config.name`, and locks it.
 
-        It is locked until `close`, or until the object or the process is gone. A folder that is
-        there already must be of the same run: every setting that results depend on, and every entry
-        of `extra_identity`, must be as it was. The name may be another one, if the folder was
-        renamed, and a path may be written in another way. Settings that may change are taken over
-        into config.yaml.
+        It is locked until `close`, or until the object or the process ends. A folder that exists
+        must be of the same run: every setting that results depend on, and every entry of
+        `extra_identity`, must be as it was. Its name may differ, if the folder was renamed, and a
+        path may be written in another way. Settings that may change are written to config.yaml.
 
         Args:
             config: What is to be run.
             extra_identity: Fingerprints of what the settings only name.
-            listing: The files of a streamed corpus, which tell what differs if the fingerprint
-                does.
+            listing: The files of a streamed corpus. It tells what differs if the fingerprint
+                differs.
 
         Raises:
-            RunError: The name is no folder name; the folder is in use, of another run, damaged, or
-                cannot be written; or there is a run at all, with `resume=none`.
+            RunError: The name cannot be the name of a folder; the folder is in use, of another run,
+                damaged, or cannot be written; or it has a run, and the settings say `resume=none`.
         """
         run = cls.of(config)
         with run.usable():
@@ -111,21 +114,28 @@ class RunFolder:
 
     @contextmanager
     def usable(self) -> Iterator[None]:
-        """Makes what the disk refuses inside a RunError."""
+        """A context in which an OSError becomes a RunError.
+
+        Raises:
+            RunError: Something inside raised OSError.
+        """
         try:
             yield
         except OSError as error:
             raise RunError(f"{self.path}: cannot be used as a run folder: {error}") from error
 
     def close(self) -> None:
-        """Lets another process train here."""
+        """Releases the lock, so that another process can train here."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
     def write_diagnostics(self, step: int, diagnostics: Mapping[str, Any]) -> None:
-        """evaluation/step_STEP.diagnostics.json: what `diagnose` of lrattnres.evaluation found at
-        that step.
+        """Writes evaluation/step_STEP.diagnostics.json.
+
+        Args:
+            step: The number of steps done.
+            diagnostics: What `diagnose` of lrattnres.evaluation returned.
 
         Raises:
             OSError: It cannot be written.
@@ -135,8 +145,10 @@ class RunFolder:
         write_atomic(file, to_json(dict(diagnostics), indent=1) + "\n")
 
     def record_choices(self, choices: Mapping[str, Any]) -> None:
-        """Adds what this start decided by itself (device, attention, …) to its entry in
-        environment.json.
+        """Adds what this start chose itself to its entry in environment.json.
+
+        Args:
+            choices: Such as device, attention and kernels.
 
         Raises:
             RunError: It cannot be written.
@@ -147,7 +159,7 @@ class RunFolder:
             write_atomic(self.environment_path, to_json({"starts": starts}, indent=2) + "\n")
 
     def starts(self) -> list[dict[str, Any]]:
-        """One entry for every time that the run was started or continued, the oldest first."""
+        """An entry for every start of the run, the oldest first."""
         return _read_json(self.environment_path)["starts"] if self.environment_path.exists() else []
 
     def identity(self) -> dict[str, Any]:
@@ -155,24 +167,22 @@ class RunFolder:
         return _read_json(self.identity_path)
 
     def listing(self) -> dict[str, Any] | None:
-        """The files of the corpus as they were at the start of the run; None if it has no such
-        list.
-        """
+        """The files of the corpus as they were when the run started; None: no such list."""
         return _read_json(self.corpus_path) if self.corpus_path.exists() else None
 
     @classmethod
     def pinned_listing(cls, config: TrainConfig) -> dict[str, Any] | None:
-        """The same for the run that `config` names; None where there is no run yet."""
+        """`listing` of the run that settings name; None if there is no run yet."""
         run = cls.of(config)
         with run.usable():
             return run.listing() if run.config_path.exists() else None
 
     def finished(self) -> dict[str, Any] | None:
-        """The summary of a finished run; None while there is none."""
+        """The summary of a finished run; None if it is not finished."""
         return _read_json(self.summary_path) if self.summary_path.exists() else None
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Marks the run as finished by its summary.
+        """Writes the summary, which marks the run as finished.
 
         Raises:
             OSError: It cannot be written.
@@ -181,13 +191,13 @@ class RunFolder:
 
     @staticmethod
     def read_config(path: Path) -> TrainConfig:
-        """The settings of the run in folder `path`; of files that they name, where they are from
-        the root on.
+        """The settings of the run in a folder.
 
-        A path stays as it is written where nothing is there, as on another machine.
+        Paths of files are made absolute where the file is there. Elsewhere, as on another machine,
+        they stay as they are written.
 
         Raises:
-            RunError: Names config.yaml and everything wrong in it.
+            RunError: Names config.yaml and every error in it.
         """
         config, run = RunFolder._as_written(path), RunFolder(path)
         for key, full in (_read_json(run.paths_path) if run.paths_path.exists() else {}).items():
@@ -216,7 +226,7 @@ class RunFolder:
             )
         try:
             tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-        except Exception as error:  # the classes of the YAML parser, which is OmegaConf's affair
+        except Exception as error:  # OmegaConf and its YAML parser have many classes
             raise RunError(f"{file}: not YAML: {error}") from error
         if not isinstance(tree, dict):
             raise RunError(f"{file}: not a mapping of settings")
@@ -230,7 +240,7 @@ class RunFolder:
     def _claim(
         self, config: TrainConfig, identity: dict[str, str], listing: Mapping[str, Any] | None
     ) -> None:
-        """Checks that the folder is free or this run's own, then writes what this start adds."""
+        """Checks that the folder is free or of this run, then writes what this start adds."""
         if self.config_path.exists():
             self._check_same_run(config, identity, listing)
         else:
@@ -280,10 +290,13 @@ class RunFolder:
             )
 
     def check_settings(self, config: TrainConfig) -> TrainConfig:
-        """The settings of the run that is here, which those of `config` must continue.
+        """The settings of the run in this folder, after a comparison with others.
+
+        Args:
+            config: The settings with which the run is to be continued.
 
         Raises:
-            RunError: Lists every setting that results depend on and that differs.
+            RunError: Lists every setting that differs and on which results depend.
         """
         written, now = self._as_written(self.path), values_of(config)
         before, paths = values_of(written), _full_paths(config)
@@ -293,7 +306,7 @@ class RunFolder:
             for key, (_, metadata) in fields_of(TrainConfig).items()
             if before[key] != now[key]
             and not metadata["may_change"]
-            and key != "name"  # that of the folder, which its owner may change
+            and key != "name"  # the user may rename the folder
             and not (key in paths and paths[key] == known.get(key))
         ]
         if errors:
@@ -310,9 +323,7 @@ class RunFolder:
 
 
 def _full_paths(config: TrainConfig) -> dict[str, str]:
-    """Setting -> path from the root on, of every setting in PATHS that names a place on this
-    machine.
-    """
+    """Setting -> absolute path, for every setting in PATHS that names a local file."""
     values = values_of(config)
     return {
         key: str(Path(values[key]).expanduser().resolve())
@@ -322,7 +333,7 @@ def _full_paths(config: TrainConfig) -> dict[str, str]:
 
 
 def _is_there(path: str) -> bool:
-    """Whether there is a file of this path, or one that it matches as a pattern."""
+    """Whether a path exists, or matches as a pattern."""
     return Path(path).exists() or any(glob.iglob(path, recursive=True))  # noqa: PTH207
 
 
@@ -344,9 +355,12 @@ def _checked_name(name: str) -> str:
 
 
 def _locked(folder: Path) -> IO[str]:
-    """Holds `.lock` in the folder.
+    """Locks `.lock` in a folder, and returns the open file.
 
-    The system lets go of it when the process ends, however it ends.
+    The system releases the lock when the process ends, in whatever way.
+
+    Raises:
+        RunError: Another process holds it.
     """
     file = (folder / ".lock").open("a+")
     try:

@@ -1,5 +1,6 @@
-"""manifest.json: the size and hash of every file of a checkpoint, and of itself, so that no flipped
-bit goes unseen.
+"""manifest.json: the size and hash of every file of a checkpoint, and a hash of itself.
+
+So a single changed bit is noticed.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ MANIFEST = "manifest.json"
 
 
 def write_manifest(folder: Path, step: int, details: dict[str, Any], ranks: Ranks) -> None:
-    """Brings all files to the disk and writes the manifest, last of all. Collective.
+    """Brings all files of a checkpoint to the disk, and writes the manifest last. Collective.
 
-    Each rank reads what it wrote. `sha256` is the hash of the manifest itself without this key.
+    Each rank reads the files that it wrote. `sha256` is the hash of the manifest without this key.
 
     Args:
-        folder: Of the checkpoint, on storage that all ranks see.
+        folder: Of the checkpoint, on storage that all ranks share.
         step: Of the checkpoint.
-        details: Any JSON.
-        ranks: Who wrote it.
+        details: Anything that JSON can hold.
+        ranks: The ranks that wrote it.
 
     Raises:
-        RankError: A file is not there for rank 0 as another one wrote it.
-        OSError: The disk refuses.
+        RankError: Rank 0 does not find a file as another rank wrote it.
+        OSError: A file cannot be written.
     """
     mine = [*folder.glob(f"__{ranks.rank}_*"), *([folder / ".metadata"] if ranks.rank == 0 else [])]
     files = {
@@ -59,12 +60,17 @@ def write_manifest(folder: Path, step: int, details: dict[str, Any], ranks: Rank
 
 
 def verified_manifest(folder: Path, step: int, ranks: Ranks) -> dict[str, Any]:
-    """The manifest of a checkpoint, whose files are compared with it. Collective.
+    """The manifest of a checkpoint, after its files were compared with it. Collective.
 
-    The ranks divide the files among them.
+    The files are divided among the ranks.
+
+    Args:
+        folder: Of the checkpoint.
+        step: Of which it must be.
+        ranks: The ranks that read it.
 
     Raises:
-        CheckpointError: The first thing that is not as the manifest says.
+        CheckpointError: Names the first thing that is not as the manifest says.
     """
     manifest = ranks.of_first(lambda: _read(folder, step))
     names = sorted(manifest["files"])[ranks.rank :: ranks.world]

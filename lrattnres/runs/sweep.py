@@ -1,8 +1,8 @@
-"""What became of the runs of a sweep: a status and a traceback in each folder, and a table of all.
+"""The state of the runs of a sweep: a status and a traceback in each folder, and a table of all.
 
 runs/NAME/status.json      state, step, held-out loss, and first line of the error (`fault`)
 runs/NAME/failure.txt      the whole traceback, while the state is `failed` or `refused`
-runs/sweep.csv             a line for each run with a status; anyone may write it anew from them
+runs/sweep.csv             a line for each run that has a status; it can be made again from them
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ STATES = ("running", "finished", "stopped", "failed", "refused")
 
 
 def write_status(folder: Path, state: str, error: BaseException | None = None) -> None:
-    """Notes the state of the run in `folder`, which is made if need be, and renews the table beside
-    it.
+    """Writes the state of a run to its folder, and the table beside the folder.
 
-    Called when a run of a sweep starts, and once more however it ends.
+    It is called when a run of a sweep starts, and again when it ends, however it ends.
 
     Args:
-        folder: Of the run.
+        folder: Of the run; it is made if it is not there.
         state: One of STATES.
-        error: Why it is `failed` or `refused`.
+        error: Why it is `failed` or `refused`; else None.
 
     Raises:
-        RunError: The disk refuses.
+        RunError: A file cannot be written.
     """
     assert state in STATES, state
     with RunFolder(folder).usable():
@@ -57,8 +56,12 @@ def write_status(folder: Path, state: str, error: BaseException | None = None) -
 
 
 def statuses(runs: Path) -> list[dict[str, Any]]:
-    """The status of every run under `runs` that a sweep has started, by the name that its folder
-    has now.
+    """The status of every run in a folder that a sweep has started.
+
+    `name` is the name that the run's folder has now.
+
+    Args:
+        runs: The folder that holds the run folders.
     """
     return [
         from_json(path.read_bytes()) | {"name": path.parent.name}
@@ -67,7 +70,7 @@ def statuses(runs: Path) -> list[dict[str, Any]]:
 
 
 def as_csv(rows: list[dict[str, Any]]) -> str:
-    """`rows` with the columns of COLUMNS; what is not known is empty."""
+    """Statuses as CSV with the columns of COLUMNS; what is not known is empty."""
     text = io.StringIO()
     table = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
     table.writeheader()

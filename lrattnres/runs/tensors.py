@@ -1,5 +1,6 @@
-"""Tensors to files and back by torch.distributed.checkpoint (DCP), without what in it is unsafe,
-silent or unclear.
+"""Tensors to files and back, by torch.distributed.checkpoint (DCP).
+
+What is unsafe, silent or unclear in DCP is put right here.
 """
 
 from __future__ import annotations
@@ -28,13 +29,18 @@ State = dict[str, dict[str, torch.Tensor]]
 
 
 def write_tensors(path: Path, state: State, ranks: Ranks) -> None:
-    """Writes every rank's part of a state into a folder that is there. Collective.
+    """Writes every rank's part of a state into a folder that exists. Collective.
 
-    A tensor that several ranks have whole, or the same shard of, is written once.
+    A tensor that several ranks have whole, or of which they have the same shard, is written once.
+
+    Args:
+        path: The folder.
+        state: Top-level name -> key -> tensor.
+        ranks: The ranks that write.
 
     Raises:
         RankError: Such a tensor is not the same on all of them.
-        CheckpointException: DCP met something on any rank.
+        CheckpointException: DCP failed on a rank.
     """
     groups = {name: dict(group) for name, group in state.items() if group}
     if ranks.world > 1:
@@ -48,7 +54,12 @@ def write_tensors(path: Path, state: State, ranks: Ranks) -> None:
 
 
 def read_tensors(reader: Reader, state: State) -> None:
-    """Reads this rank's part of a checkpoint into the given tensors; each rank reads for itself."""
+    """Reads this rank's part of a checkpoint into tensors; each rank reads for itself.
+
+    Args:
+        reader: Of the checkpoint.
+        state: Top-level name -> key -> tensor to copy into.
+    """
     load(
         {name: dict(group) for name, group in state.items() if group},
         storage_reader=reader,
@@ -57,7 +68,7 @@ def read_tensors(reader: Reader, state: State) -> None:
 
 
 def snapshot(state: State) -> State:
-    """A copy in host memory, which does not change when training goes on."""
+    """A copy in host memory, which does not change while training continues."""
     return {
         name: {key: value.detach().to("cpu", copy=True) for key, value in group.items()}
         for name, group in state.items()
@@ -83,11 +94,17 @@ def errors_in(state: Mapping[str, Any]) -> list[str]:
 
 @contextmanager
 def explained(what: str, ranks: Ranks) -> Iterator[None]:
-    """Any exception inside becomes a CheckpointError that begins with `what`; an interrupt stays an
-    interrupt.
+    """A context in which any exception becomes a CheckpointError; an interrupt stays an interrupt.
 
-    DCP wraps whatever happens, a keyboard interrupt too, into a BaseException of its own, and warns
-    that there is no process group, which is what we ask for.
+    DCP wraps everything, also a keyboard interrupt, into a BaseException of its own. It also warns
+    that there is no process group, which is intended here.
+
+    Args:
+        what: Beginning of the message.
+        ranks: The ranks that take part.
+
+    Raises:
+        CheckpointError: Something inside raised an exception.
     """
     try:
         with warnings.catch_warnings():
@@ -109,8 +126,9 @@ def explained(what: str, ranks: Ranks) -> Iterator[None]:
 
 
 def reason(error: BaseException) -> BaseException:
-    """What the system said, where that is behind an error: DCP answers a full disk with an error
-    about itself.
+    """The error of the operating system behind an error, if there is one.
+
+    DCP answers a full disk with an error about itself.
     """
     if isinstance(error, RankError):
         return error
@@ -118,15 +136,13 @@ def reason(error: BaseException) -> BaseException:
 
 
 def differences(state: State, metadata: Metadata, names: set[str], groups: set[str]) -> list[str]:
-    """Every name, shape and dtype in which the wanted part of a checkpoint differs from `state`,
-    sorted.
+    """Every name, shape and dtype in which `state` differs from a checkpoint, sorted.
 
     Args:
         state: What this rank wants.
-        metadata: What there is.
-        names: The tensors that all ranks together want: what one of them has, the others do not
-            want.
-        groups: The top-level names that they want.
+        metadata: The description of the checkpoint.
+        names: The tensors that all ranks together want.
+        groups: The top-level names that all ranks together want.
     """
     saved = metadata.state_dict_metadata
     wanted = named_tensors(state)
@@ -138,7 +154,7 @@ def differences(state: State, metadata: Metadata, names: set[str], groups: set[s
     ]
     for key in wanted.keys() & saved.keys():
         there, here = saved[key], wanted[key]
-        assert isinstance(there, TensorStorageMetadata)  # the reader has refused all else
+        assert isinstance(there, TensorStorageMetadata)  # `Reader` refuses everything else
         if (there.size, there.properties.dtype) != (here.shape, here.dtype):
             errors.append(
                 f"{key}: {there.properties.dtype} {tuple(there.size)} in the checkpoint, "
@@ -153,8 +169,10 @@ def named_tensors(state: State) -> dict[str, torch.Tensor]:
 
 
 def _check_equal(state: State, ranks: Ranks) -> None:
-    """Raises RankError for tensors of one name that are not the same where DCP would write only one
-    of them.
+    """Checks tensors of which DCP would write only one rank's copy.
+
+    Raises:
+        RankError: Tensors of one name are not the same.
     """
     first_seen: dict[str, tuple[int, str]] = {}
     errors = []
@@ -171,9 +189,7 @@ def _check_equal(state: State, ranks: Ranks) -> None:
 
 
 def _fingerprints(state: State) -> dict[str, str]:
-    """Shape, dtype and CRC-32 of what this rank holds of every tensor that is, or may be, elsewhere
-    too.
-    """
+    """Shape, dtype and CRC-32 of every tensor that other ranks may have too, by name."""
     prints = {}
     for name, tensor in named_tensors(state).items():
         if isinstance(tensor, DTensor):
@@ -190,35 +206,38 @@ def _fingerprints(state: State) -> dict[str, str]:
 
 
 class Writer(FileSystemWriter):
-    """DCP's writer of files into the folder `path`."""
+    """DCP's writer of files into a folder.
+
+    Args:
+        path: The folder.
+        ranks: The ranks that write.
+    """
 
     def __init__(self, path: Path, ranks: Ranks):
         super().__init__(path)
         self._ranks = ranks
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
-        """Names the rank and the reason while they are known: the others do not get the causes."""
+        """Puts the rank and the reason into an error: DCP does not tell the other ranks."""
         try:
             return super().write_data(*args, **kwargs)
         except Exception as error:
             raise RankError(self._ranks.words(reason(error))) from error
 
     def storage_meta(self) -> StorageMeta:
-        """Without the path of the folder, which is renamed, and which a reader would have to
-        unpickle.
-        """
+        """Leaves out the path of the folder, which is renamed, and which needs unpickling."""
         return StorageMeta(save_id=self.save_id)
 
 
 class Reader(FileSystemReader):
-    """DCP's reader without its one unsafe spot.
+    """DCP's reader without its one unsafe part.
 
-    Tensors are read by `torch.load(weights_only=True)` already, but `.metadata` is a pickle, and
-    entries that are no tensors would be unpickled as they come.
+    DCP reads tensors by `torch.load(weights_only=True)`. But it unpickles `.metadata`, and entries
+    that are no tensors, without restrictions.
 
     Args:
         path: The folder.
-        files: The names of those in the manifest; no other is read.
+        files: Names of the files in the manifest; no other is read.
     """
 
     def __init__(self, path: Path, files: frozenset[str]):
@@ -229,7 +248,8 @@ class Reader(FileSystemReader):
         """The description of the tensors.
 
         Raises:
-            CheckpointError: It is none, or one of anything but tensors in files of the manifest.
+            CheckpointError: It is not valid, or describes something else than tensors in files of
+                the manifest.
         """
         path = Path(self.path) / ".metadata"
         try:
@@ -245,7 +265,7 @@ class Reader(FileSystemReader):
             ]
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
-        except Exception as error:  # bytes that are no pickle of ours can make it raise anything
+        except Exception as error:  # arbitrary bytes can make the unpickler raise anything
             raise CheckpointError(
                 f"{path}: not the description of a checkpoint: {error!r}"
             ) from error
@@ -273,7 +293,7 @@ _UNPICKLED = {
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """Only what DCP makes its description of tensors of: anything else could run code."""
+        """Allows only the classes of DCP's description of tensors: others could run code."""
         if (module, name) in _UNPICKLED:
             return super().find_class(module, name)
         raise CheckpointError(
