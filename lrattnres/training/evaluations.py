@@ -1,6 +1,4 @@
-"""What a run measures on held-out tokens while it trains, at the steps at which its settings want
-it.
-"""
+"""What a run measures on held-out tokens while it trains, and at which steps."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from lrattnres.training.instruments import due
 
 
 class Interrupted(Exception):
-    """A signal came during an evaluation, which is left to the next start."""
+    """A signal came during an evaluation; the next start does it."""
 
 
 def measure(
@@ -30,24 +28,25 @@ def measure(
     step: int,
     pause: Callable[[], None],
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Measures what is due after `step` on held-out tokens. Collective.
+    """Measures on held-out tokens what is due after a step. Collective.
 
     Args:
-        config: Says what is wanted, and when.
+        config: Says what is measured, and when.
         dataset: Has the held-out windows.
         model: Whole or sharded.
-        ranks: Who takes part.
+        ranks: The ranks that take part.
         step: The number of steps done.
-        pause: Called before every pass, by all ranks at the same one; what it raises ends the
-            measurement.
+        pause: Called before every forward pass, on all ranks before the same one. What it raises
+            ends the measurement.
 
     Returns:
-        The held-out loss and what follows from it, as a part of a record; and the depth
-        diagnostics. {} and None where they are not due.
+        The held-out loss and what follows from it, as part of a record ({} if it is not due); and
+        the
+        depth diagnostics (None if they are not due).
 
     Raises:
         DataError: This rank cannot read its windows.
-        RankError: Another one cannot.
+        RankError: Another rank cannot.
     """
     settings, separator, documents = (
         config.evaluation,
@@ -69,8 +68,13 @@ def measure(
 
 
 def _together(dataset: Dataset, tokens: int, batch: int, ranks: Ranks) -> Iterator[Tensor]:
-    """Held-out windows; a rank that cannot read its own leaves no other waiting in the pass over
-    them.
+    """Held-out windows of this rank.
+
+    If a rank cannot read its windows, all ranks raise, so that none waits for it.
+
+    Raises:
+        DataError: This rank cannot read its windows.
+        RankError: Another rank cannot.
     """
     windows = ranks.all_succeed(lambda: iter(dataset.held_out_windows(tokens, batch)))
     while (window := ranks.all_succeed(lambda: next(windows, None))) is not None:

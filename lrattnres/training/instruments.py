@@ -12,20 +12,22 @@ from lrattnres.model.transformer import Transformer
 
 
 def due(every: int | None, step: int, last: int | None = None) -> bool:
-    """Whether something that is wanted at multiples of `every`, and at step `last`, is wanted at
-    this step.
+    """Whether something is to be done at a step.
 
-    `every` None: it is never wanted.
+    Args:
+        every: It is done at multiples of this; None: never.
+        step: The number of steps done.
+        last: A step at which it is done too; None: there is no such step.
     """
     return every is not None and (step % every == 0 or step == last)
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter], clip: float | None) -> Tensor:
-    """The 2-norm of the whole gradient over all ranks, before it is clipped in place.
+    """The 2-norm of the whole gradient over all ranks, before the gradient is clipped in place.
 
     Args:
         parameters: Those that have gradients; the same on all ranks, whole or sharded.
-        clip: The largest norm that is left; None clips nothing.
+        clip: The largest norm that stays; None: nothing is clipped.
 
     Returns:
         A scalar on their device.
@@ -37,13 +39,14 @@ def gradient_norm(parameters: Iterable[nn.Parameter], clip: float | None) -> Ten
 
 
 def block_norms(model: Transformer) -> list[Tensor]:
-    """Gradient norm (a scalar) of each transformer block: an attention and the MLP after it, in
-    order.
-    """
-    pairs = [
-        list(model.sublayers[i : i + 2].parameters()) for i in range(0, len(model.sublayers), 2)
-    ]
-    return [_total_norm(pair) for pair in pairs]
+    """Gradient norm (a scalar) of each transformer block, in order."""
+    return [_total_norm(block) for block in transformer_blocks(model)]
+
+
+def transformer_blocks(model: Transformer) -> list[list[nn.Parameter]]:
+    """The parameters of each transformer block (an attention and the MLP after it), in order."""
+    layers = model.sublayers
+    return [list(layers[i : i + 2].parameters()) for i in range(0, len(layers), 2)]
 
 
 def _total_norm(parameters: Iterable[nn.Parameter]) -> Tensor:

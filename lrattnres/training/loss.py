@@ -12,15 +12,15 @@ def objective(losses: Losses, z_loss: float, tokens: int) -> Tensor:
     """The share of some tokens in Σ cross-entropy / N + z · Σ logsumexp² / N.
 
     Sums are divided by the global number of targets, not averaged. So the shares of all
-    micro-batches and ranks add up to the loss of the whole batch, however unequal they are.
+    micro-batches and ranks add up to the loss of the whole batch, also where they differ in size.
 
     Args:
-        losses: of the tokens of one micro-batch.
+        losses: Of the tokens of one micro-batch.
         z_loss: z, the weight of the mean squared logsumexp.
-        tokens: N, the targets of the global batch.
+        tokens: N, the number of targets of the global batch.
 
     Returns:
-        The two summands, float64 [2]; the gradient is that of their sum.
+        The two summands, float64 [2]. The gradient wanted is that of their sum.
     """
     sums = losses.sums()
     return torch.stack([sums.cross_entropy, z_loss * sums.squared_logsumexp]) / tokens

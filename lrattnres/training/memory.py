@@ -1,10 +1,10 @@
-"""How much memory a run takes on each rank, found by running one micro-batch on the meta device,
-where nothing is computed.
+"""How much memory a run takes on each rank.
 
-What a forward and a backward pass keep is then whatever the model, its depth routing and its
-activation checkpointing really keep; only attention is stood in for, by what every fused kernel
-saves. A compiled model keeps less than this. Not counted: the context and the fragmentation of CUDA
-(a few percent), and temporaries of the optimizer, which come when activations have gone.
+One micro-batch is run on the meta device, where nothing is computed. So what a forward and a
+backward pass keep is what the model, its residual path and its activation checkpointing really
+keep. Only attention is replaced, by something that saves what every fused kernel saves. A compiled
+model keeps less. Not counted: the context and the fragmentation of CUDA (a few percent), and
+temporaries of the optimizer, which come when activations are gone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,21 +31,25 @@ from lrattnres.model.loss import token_losses
 from lrattnres.model.transformer import Transformer, build_model
 from lrattnres.optim.build import build_optimizer
 from lrattnres.residual.base import path_of
+from lrattnres.training.instruments import transformer_blocks
 from lrattnres.training.loss import objective
+from lrattnres.training.machine import proc_bytes
 
 META = torch.device("meta")
 GB = 1e9
 
 
 class Alive(TorchDispatchMode):
-    """Counts the bytes of storages that operations made, while they are there; `peak` is right to
-    2%.
+    """A context that counts the bytes of the storages that operations make, while they exist.
+
+    Attributes:
+        peak: The most bytes at one time, exact to 2%.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._most = 0  # bytes alive, had nothing been freed since they were counted last
+        self._most = 0  # bytes that would exist if nothing had been freed since the last count
         self.peak = 0
 
     def __torch_dispatch__(
@@ -65,7 +68,7 @@ class Alive(TorchDispatchMode):
         return result
 
     def bytes(self) -> int:
-        """What is alive now."""
+        """Bytes of the storages that exist now."""
         self._storages = {
             key: entry for key, entry in self._storages.items() if not entry[0].expired()
         }
@@ -76,10 +79,13 @@ class Alive(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on each rank. weights, gradients, moments: this rank's shards, float32. gathered: whole
-    units in use.
-    activations: the most that forward and backward keep of one micro-batch; sources (a part of
-    them): what depth reads from.
+    """Bytes on each rank.
+
+    Attributes:
+        weights, gradients, moments: Of this rank's shards, float32.
+        gathered: Whole units that are in use at the same time.
+        activations: The most that forward and backward pass keep of one micro-batch.
+        sources: The part of `activations` that the residual path reads from.
     """
 
     weights: int
@@ -95,7 +101,12 @@ class Memory:
 
 
 def estimate_memory(config: TrainConfig, world: int) -> Memory:
-    """The memory of a run of `config` on `world` ranks. Takes seconds for the paper's model."""
+    """The memory of a run; takes seconds for the paper's model.
+
+    Args:
+        config: Checked and resolved.
+        world: Number of ranks.
+    """
     model = _on_meta(config)
     state = build_optimizer(model, config.optimizer, config.steps).tensors().values()
     whole, moments = (sum(t.nbytes for t in tensors) for tensors in (model.parameters(), state))
@@ -112,6 +123,7 @@ def estimate_memory(config: TrainConfig, world: int) -> Memory:
 
 
 def _on_meta(config: TrainConfig) -> Transformer:
+    """The model of a run on the meta device, not compiled."""
     eager = dataclasses.replace(config, compile=Compile.off)
     return build_model(
         config.model,
@@ -130,8 +142,10 @@ def _on_meta(config: TrainConfig) -> Transformer:
 
 
 def _kernels(config: TrainConfig) -> DepthKernels:
-    """Those of the run, but in place of compiled code, of which nobody knows what it keeps, what it
-    is compiled from.
+    """The kernels of a run.
+
+    For `compiled` it is the reference, which is what is compiled: what compiled code keeps is not
+    known.
     """
     compiled = config.compile is not Compile.off
     device, beyond = (
@@ -145,8 +159,12 @@ def _kernels(config: TrainConfig) -> DepthKernels:
 
 
 def _measure(model: Transformer, config: TrainConfig, world: int) -> tuple[int, int]:
-    """Bytes: the most that one forward and backward pass has at once, besides the gradients there
-    are; the sources.
+    """Runs one forward and backward pass on the meta device.
+
+    Returns:
+        Bytes: the most at one time besides weights and gradients; and what the residual path
+        carries
+        from site to site.
     """
     size = (min(config.micro_batch, max(1, config.global_batch // world)), config.model.context)
     carried = 0
@@ -167,25 +185,24 @@ def _measure(model: Transformer, config: TrainConfig, world: int) -> tuple[int, 
 
 
 def _gathered(model: Transformer, config: TrainConfig) -> int:
-    """Embedding (float32, as it is), head, and the pairs of sub-layers that are whole at the same
-    time.
+    """Bytes of what is whole on a rank at one time.
+
+    They are the embedding (float32), the head, and some transformer blocks.
     """
-    pairs = [
-        sum(p.numel() for p in model.sublayers[i : i + 2].parameters())
-        for i in range(0, len(model.sublayers), 2)
-    ]
-    together = (
-        min(len(pairs), 2 + config.parallel.prefetch) if config.parallel.reshard else len(pairs)
-    )
+    sizes = [sum(p.numel() for p in block) for block in transformer_blocks(model)]
+    together = len(sizes)
+    if config.parallel.reshard:
+        together = min(together, 2 + config.parallel.prefetch)
     size = DTYPES[config.precision].itemsize
     return 4 * model.embedding.weight.numel() + size * (
-        model.head.weight.numel() + together * max(pairs)
+        model.head.weight.numel() + together * max(sizes)
     )
 
 
 class Fused(torch.autograd.Function):
-    """What a fused attention keeps: queries, keys, values, the result, and a float32 logsumexp a
-    head and position.
+    """Saves what a fused attention saves, and computes nothing.
+
+    It saves queries, keys, values, the result, and a float32 logsumexp for each head and position.
     """
 
     @staticmethod
@@ -202,12 +219,22 @@ class Fused(torch.autograd.Function):
 
 
 def check_memory(config: TrainConfig, world: int, available: float, machine: str) -> Memory:
-    """The estimate. Raises ConfigError, with settings that would fit, if it is more than
-    `available` bytes a rank.
+    """Estimates the memory of a run, and refuses a run that is too large.
+
+    Args:
+        config: Checked and resolved.
+        world: Number of ranks.
+        available: Bytes for one rank.
+        machine: Their owner, for the message.
+
+    Returns:
+        The estimate.
+
+    Raises:
+        ConfigError: It needs more. The message has settings that would fit.
     """
     memory = estimate_memory(config, world)
-    # Fused by the compiler, much of what is counted is never kept: then only what is certain can be
-    # refused.
+    # A compiled model does not keep all that is counted; it is refused only for what is certain.
     certain = (
         memory.total
         if config.compile is Compile.off
@@ -229,15 +256,19 @@ def check_memory(config: TrainConfig, world: int, available: float, machine: str
     kept = memory.weights + memory.gradients + memory.moments
     raise ConfigError(
         [
-            f"micro_batch={config.micro_batch}: a rank needs {memory.total / GB:.1f} GB ({memory.activations / GB:.1f} for "
-            f"activations, {kept / GB:.1f} for weights, gradients and moments), and {machine} has {available / GB:.1f} GB "
-            f"for it; {hint}"
+            f"micro_batch={config.micro_batch}: a rank needs {memory.total / GB:.1f} GB "
+            f"({memory.activations / GB:.1f} for activations, {kept / GB:.1f} for weights, "
+            f"gradients and moments), and {machine} has {available / GB:.1f} GB for it; {hint}"
         ]
     )
 
 
 def _smaller(config: TrainConfig, world: int) -> Iterator[tuple[str, TrainConfig, int]]:
-    """(what to write, the configuration, ranks) from the nearest to the furthest."""
+    """Settings that need less memory, from the nearest to the furthest.
+
+    Yields:
+        What to write; the whole configuration; the number of ranks.
+    """
     for ac in [ac for ac in (AC.selective, AC.full) if ac is not config.ac]:
         yield f"ac={ac.name}", dataclasses.replace(config, ac=ac), world
     size = config.micro_batch
@@ -246,9 +277,7 @@ def _smaller(config: TrainConfig, world: int) -> Iterator[tuple[str, TrainConfig
         for ac in AC:
             words = f"micro_batch={size}" + (f" ac={ac.name}" if ac is not config.ac else "")
             yield words, dataclasses.replace(config, micro_batch=size, ac=ac), world
-    elsewhere = (
-        resolve_device(config.device).type != "cpu"
-    )  # more ranks on one machine share the memory it has
+    elsewhere = resolve_device(config.device).type != "cpu"  # CPU ranks would share the memory
     for ranks in (2 * world, 4 * world, 8 * world) if elsewhere else ():
         if (
             config.global_batch % ranks == 0
@@ -259,13 +288,13 @@ def _smaller(config: TrainConfig, world: int) -> Iterator[tuple[str, TrainConfig
 
 
 def available_memory(device: torch.device) -> tuple[float, str]:
-    """(bytes for one rank, whose they are): of a GPU all but 5%, of the host an equal share of what
-    is free.
+    """The memory that one rank may use: 95% of a GPU, or an equal share of what the host has free.
+
+    Returns:
+        Bytes, and the name of their owner.
     """
     if device.type == "cuda":
-        return 0.95 * torch.cuda.get_device_properties(
-            device
-        ).total_memory, torch.cuda.get_device_name(device)
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+        total = torch.cuda.get_device_properties(device).total_memory
+        return 0.95 * total, torch.cuda.get_device_name(device)
+    free = proc_bytes("meminfo", "MemAvailable")
     return free / int(os.environ.get("LOCAL_WORLD_SIZE", 1)), "this machine"

@@ -1,4 +1,4 @@
-"""What a person sees of a run."""
+"""What a person sees of a run while it trains."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-# What is shown of a record, in this order; all the rest is in metrics.jsonl.
+# What is shown of a record, in this order; metrics.jsonl has everything.
 SHOWN = {
     "loss": "loss {:.4f}",
     "val_loss": "held-out loss {:.4f}",
@@ -25,20 +25,22 @@ PAUSE = 5.0  # seconds between plain lines; a held-out loss and the last step ar
 
 
 class ProgressBar:
-    """A bar on a terminal; in a file or a pipe, a line now and then for records worth one.
+    """A bar on a terminal; in a file or a pipe, a line from time to time.
 
     Learning rates are those of Muon and Adam; MFU is the share of the machine's peak FLOP/s.
-
-    Args:
-        total: Steps of the whole run.
-        initial: How many of them are done already.
-        unit: What one of them is called.
-        stream: Where to; None: standard output.
     """
 
     def __init__(
         self, total: int, initial: int = 0, *, unit: str = "step", stream: TextIO | None = None
     ):
+        """Shows the bar, if the stream is a terminal.
+
+        Args:
+            total: Steps of the whole run.
+            initial: How many of them are done already.
+            unit: What one of them is called.
+            stream: Where to write; None: standard output.
+        """
         self._stream = sys.stdout if stream is None else stream
         self._total, self._initial, self._unit, self._begin = total, initial, unit, time.monotonic()
         self._shown = -PAUSE
@@ -49,7 +51,12 @@ class ProgressBar:
             )
 
     def update(self, step: int, record: Mapping[str, Any]) -> None:
-        """`step` steps are done; `record` may be empty, or any record of metrics.jsonl."""
+        """Shows progress.
+
+        Args:
+            step: The number of steps done.
+            record: Any record of metrics.jsonl; it may be empty.
+        """
         shown = [
             form.format(record[key]) for key, form in SHOWN.items() if record.get(key) is not None
         ]
@@ -67,7 +74,7 @@ class ProgressBar:
             )
 
     def note(self, text: str) -> None:
-        """A line of its own, above the bar."""
+        """Prints a line of its own, above the bar."""
         if self._bar is not None:
             self._bar.write(text, file=self._stream)
         else:
@@ -79,6 +86,7 @@ class ProgressBar:
             self._bar.close()
 
     def _left(self, step: int) -> str:
+        """Time that is left, as a text."""
         done = step - self._initial
         if done <= 0:
             return "?"

@@ -33,8 +33,8 @@ from lrattnres.training.sinks import build_sink
 from lrattnres.training.trainer import Trainer, TrainingError
 
 Say = Callable[[str], None]
-APART = ("peak_flops", "peak_from", "notes")  # of the choices, what is printed on lines of its own
-# What each machine of a job may have its own of.
+APART = ("peak_flops", "peak_from", "notes")  # choices that are printed on lines of their own
+# Settings that may differ between the machines of a job.
 LOCAL = (
     "threads",
     "data.cache",
@@ -47,21 +47,25 @@ LOCAL = (
 
 
 def train(config: TrainConfig, notes: list[str]) -> tuple[RunFolder, bool]:
-    """Trains, or continues, the run of `config.name`. Every rank of a job calls this.
+    """Trains, or continues, a run. Every rank of a job calls this.
 
     Args:
         config: Checked and resolved.
         notes: Printed with what was chosen for this machine.
 
     Returns:
-        Its folder, and False if a signal stopped it before its end.
+        The folder of the run, and whether it is finished; False if a signal stopped it.
 
     Raises:
-        ConfigError, DataError, RunError, CheckpointError, FolderError: The run is refused.
+        ConfigError: The settings cannot be used.
+        DataError: The texts cannot be used, or not read at the start.
+        RunError: The run folder cannot be used.
+        CheckpointError: There is no checkpoint to continue from.
+        FolderError: The folder of initial weights cannot be used.
         UnreadableError: The texts cannot be read any more; the run is saved.
-        TrainingError: The run diverges, or a rank or the disk is lost.
+        TrainingError: The loss is not finite any more, a rank is lost, or a file cannot be written.
         RankError: Another rank raised one of these.
-        Stopped: A signal came outside of training.
+        Stopped: A signal came before or after the training loop.
     """
     try:
         folder, finished = _trained(config, notes)
@@ -74,7 +78,13 @@ def train(config: TrainConfig, notes: list[str]) -> tuple[RunFolder, bool]:
 
 
 def _requeue(config: TrainConfig) -> None:
-    """Of a job that was stopped, once. Raises TrainingError where SLURM refuses."""
+    """Puts the SLURM job of a stopped run back into the queue, if the settings say so.
+
+    Rank 0 does it.
+
+    Raises:
+        TrainingError: SLURM refuses.
+    """
     if config.cluster.requeue and placement()[0] == 0:
         try:
             job = requeue()
@@ -86,6 +96,7 @@ def _requeue(config: TrainConfig) -> None:
 
 
 def _trained(config: TrainConfig, notes: list[str]) -> tuple[RunFolder, bool]:
+    """As `train`, without the SLURM queue."""
     if config.threads:
         torch.set_num_threads(config.threads)
     ranks = start_ranks(resolve_device(config.device).type, config.parallel.timeout)
@@ -119,8 +130,16 @@ def _trained(config: TrainConfig, notes: list[str]) -> tuple[RunFolder, bool]:
 
 
 def _refuse_different(ranks: Ranks, values: dict[str, Any], remedy: str) -> None:
-    """Raises ConfigError for values that are not the same on all ranks: they would train on, each
-    another run.
+    """Refuses values that differ between ranks: each rank would train another run. Collective.
+
+    Args:
+        ranks: The ranks that take part.
+        values: By name.
+        remedy: What to do, for the message.
+
+    Raises:
+        ConfigError: On rank 0, lists every value that differs.
+        RankError: The same on the other ranks.
     """
     if errors := ranks.differing(values):
         ranks.of_first(lambda: _refuse([f"{error}: {remedy}" for error in errors]))
@@ -131,11 +150,17 @@ def _refuse(errors: list[str]) -> None:
 
 
 def _say_finished(config: TrainConfig, folder: RunFolder, unread: Exception | None = None) -> bool:
-    """Whether the run of these settings is finished, and not to go on from an earlier step; then it
-    says so.
+    """Whether a run is finished, and not to continue from an earlier step.
 
-    `unread`: why its texts cannot be read, which a finished run does not need. Raises
-    CheckpointError if what the summary is of is not there any more, or is damaged.
+    Then it prints the result.
+
+    Args:
+        config: The settings of this start.
+        folder: Of the run.
+        unread: Why the texts cannot be read, which a finished run does not need; None: they can.
+
+    Raises:
+        CheckpointError: The last checkpoint is missing or damaged.
     """
     with folder.usable():
         summary = folder.finished() if not config.resume.isdigit() else None
@@ -163,11 +188,14 @@ def _say_finished(config: TrainConfig, folder: RunFolder, unread: Exception | No
 
 
 def _open_data(config: TrainConfig, ranks: Ranks) -> Dataset:
-    """Rank 0 asks where the corpus lies, and tells the others what it found.
+    """Opens the corpus. Collective.
 
-    Then one process of every other machine prepares what the rest of them find there. Raises
-    DataError for a corpus that is too small, before there is a run folder that would remember the
-    settings.
+    Rank 0 opens it first, and tells the others what it found. Then one process of every other
+    machine prepares the files there that the rest of them use.
+
+    Raises:
+        DataError: The corpus cannot be used, or is too small. Then no run folder was made yet.
+        RankError: Another rank raised it.
     """
 
     def opened(told: list[dict[str, Any] | None]) -> Dataset:
@@ -187,6 +215,7 @@ def _open_data(config: TrainConfig, ranks: Ranks) -> Dataset:
 
 
 def _open_folder(config: TrainConfig, dataset: Dataset) -> RunFolder:
+    """Makes or continues the run folder, with the fingerprints of data and initial weights."""
     identity = dataset.identity
     if config.initial is not None:
         identity |= {"initial weights": read_exported(Path(config.initial)).fingerprint()}
@@ -196,6 +225,7 @@ def _open_folder(config: TrainConfig, dataset: Dataset) -> RunFolder:
 def _train(
     config: TrainConfig, notes: list[str], dataset: Dataset, folder: RunFolder, parallel: Parallel
 ) -> bool:
+    """Builds all parts of a run, and trains. Returns whether the run is finished."""
     ranks = parallel.ranks
     model, choices = _build(config, parallel)
     chosen = {"attention": choices["attention"], "kernels": choices["depth_kernels"]}
@@ -230,9 +260,8 @@ def _train(
             if ranks.first
             else (_quiet, _quiet)
         )
-        torch.manual_seed(
-            config.seed + ranks.rank
-        )  # nothing draws from it today; a checkpoint carries it for whatever does
+        # Nothing draws from it today. A checkpoint holds its state, for whatever will.
+        torch.manual_seed(config.seed + ranks.rank)
         trainer = Trainer(
             config,
             dataset,
@@ -258,16 +287,17 @@ def _train(
 
 
 def _share(trainer: Trainer, config: TrainConfig) -> str:
-    """What rank 0 of many has to hold and to send."""
+    """What rank 0 of several has to hold and to send, as a line."""
     work, memory = trainer.optimizer.work(), estimate_memory(config, trainer.ranks.world)
     return (
         f"rank 0 of {trainer.ranks.world}: {memory.total / GB:.3g} GB at most; its share of an "
-        f"update: {work['flops'] / 1e9:.3g} GFLOP, and sends {work['bytes_sent'] / 1e6:.3g} MB a step\n"
+        f"update: {work['flops'] / 1e9:.3g} GFLOP, and sends {work['bytes_sent'] / 1e6:.3g} MB a "
+        "step\n"
     )
 
 
 def _counted(shares: dict[str, Any]) -> str:
-    """What was counted last, of the rank with most of it."""
+    """What the rank with most of it sent and used, as counted last."""
     sent = {kind: max(ranks) for kind, ranks in shares["bytes_sent"].items()}
     most = max(map(sum, zip(*shares["bytes_sent"].values(), strict=True)))
     kinds = ", ".join(f"{kind} {size / 1e6:.3g}" for kind, size in sent.items())
@@ -278,7 +308,14 @@ def _counted(shares: dict[str, Any]) -> str:
 def _reporters(
     config: TrainConfig, folder: RunFolder, step: int, parts: ExitStack
 ) -> tuple[Callable[[dict[str, Any]], None], Say]:
-    """Where records and remarks go, on rank 0; what is opened for them is closed with `parts`."""
+    """Where records and notes go on rank 0.
+
+    Args:
+        config: Names the sink.
+        folder: Of the run.
+        step: The number of steps done.
+        parts: Closes what is opened here.
+    """
     metrics = parts.enter_context(closing(MetricsFile(folder.metrics_path)))
     bar = parts.enter_context(closing(ProgressBar(config.steps, step)))
     sink = parts.enter_context(closing(build_sink(config.logger, folder, plain(config), bar.note)))
@@ -292,12 +329,16 @@ def _reporters(
 
 
 def _quiet(*_: object) -> None:
-    """Rank 0 writes and speaks for all."""
+    """For other ranks than 0, which write and print nothing."""
 
 
 def _build(config: TrainConfig, parallel: Parallel) -> tuple[Transformer, dict[str, Any]]:
-    """The model with its initial weights, or this rank's shards of them, and what was chosen for
-    this machine.
+    """Builds the model.
+
+    Returns:
+        The model with its initial weights, or this rank's shards of it; and what was chosen for
+        this
+        machine.
     """
     device, dtype = resolve_device(config.device), DTYPES[config.precision]
     attention = choose_attention(config.attention.name, device, dtype, training=True)
@@ -331,10 +372,11 @@ def _build(config: TrainConfig, parallel: Parallel) -> tuple[Transformer, dict[s
 def _starting_point(
     config: TrainConfig, checkpoints: Checkpoints, ranks: Ranks
 ) -> Checkpoint | None:
-    """The checkpoint to continue from; None for the beginning.
+    """The checkpoint to continue from; None for the beginning. Collective.
 
-    Raises CheckpointError if there are checkpoints and none of them is whole: starting over would
-    be no continuation.
+    Raises:
+        CheckpointError: There are checkpoints, but none is complete. A start from the beginning
+            would be no continuation.
     """
     if config.resume.isdigit():
         return checkpoints.at(int(config.resume))
@@ -348,9 +390,15 @@ def _starting_point(
 
 
 def _rewind(trainer: Trainer, start: Checkpoint | None, folder: RunFolder) -> None:
-    """Puts everything where it was at the checkpoint; what came after it did not happen.
+    """Sets everything to the state of a checkpoint, and drops what was written after it.
 
-    Raises RunError where the disk refuses.
+    Args:
+        trainer: Of the run.
+        start: None: the beginning.
+        folder: Of the run.
+
+    Raises:
+        RunError: A file cannot be written.
     """
     step = start.step if start else 0
     if start:
@@ -372,7 +420,7 @@ def _rewind(trainer: Trainer, start: Checkpoint | None, folder: RunFolder) -> No
                 f"saved; until then resume={later[-1]} finds them. What was measured after step "
                 f"{step} is dropped"
             )
-        for file in (folder.path / "evaluation").glob("step_*.json"):  # of weights that are no more
+        for file in (folder.path / "evaluation").glob("step_*.json"):  # of weights that are gone
             number = file.name.removeprefix("step_").partition(".")[0]
             if number.isdigit() and int(number) > step:
                 file.unlink()
@@ -383,7 +431,14 @@ def _rewind(trainer: Trainer, start: Checkpoint | None, folder: RunFolder) -> No
 
 
 def _finish(folder: RunFolder, trainer: Trainer) -> None:
-    """The summary holds the last record: the trainer evaluates at its last step before it saves."""
+    """Writes the summary, made of the last record.
+
+    The trainer evaluates at its last step before it saves.
+
+    Raises:
+        RunError: That record is missing.
+        TrainingError: The summary cannot be written.
+    """
     last = (MetricsFile.read(folder.metrics_path) or [{"step": 0}])[-1]
     names = (
         "step",
@@ -427,7 +482,7 @@ def _opening(
     price: Cost,
     choices: dict[str, Any],
 ) -> str:
-    """What a person reads first: what runs, and on what."""
+    """What a person reads first: what runs, and on which machine."""
     shape = config.model
     depth = path_of(shape).description(shape)
     parameters = sum(parameter.numel() for parameter in model.parameters())

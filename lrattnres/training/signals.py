@@ -1,4 +1,4 @@
-"""Stopping politely: a signal asks, and the run leaves where nothing is lost."""
+"""How a signal stops a run: at a point where nothing is lost."""
 
 from __future__ import annotations
 
@@ -13,31 +13,36 @@ STOPPED = 75  # EX_TEMPFAIL: the run is saved and unfinished; the same command c
 
 
 class Stopped(SharedError, KeyboardInterrupt):
-    """A signal ended what a rank was doing outside of training; `str` is the signal's name.
+    """A signal ended what a rank was doing outside of training; `str` is the name of the signal.
 
-    All ranks stop with it.
+    All ranks raise it.
     """
 
 
 class StopRequest:
-    """While open, notes the first SIGTERM, SIGINT or SIGUSR1 in `received`; a second SIGINT
-    interrupts at once.
+    """A context that notes the first SIGTERM, SIGINT or SIGUSR1.
 
-    They may be nested: the inner one hears the signals, and the outer one knows of them afterwards.
+    A second SIGINT interrupts at once. Contexts may be nested: the inner one receives the signals,
+    and the outer one knows of them when the inner one has ended.
 
-    Args:
-        at_once: Also raise Stopped where the program is when the first one comes.
+    Attributes:
+        received: The signal; None: none so far.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
     def __init__(self, *, at_once: bool = False) -> None:
+        """Notes the settings; signals are received inside the context.
+
+        Args:
+            at_once: Whether the first signal also raises Stopped, wherever the program is.
+        """
         self.received: signal.Signals | None = None
         self._at_once = at_once
 
     @property
     def number(self) -> int:
-        """Of the signal received; 0 for none."""
+        """Number of the signal received; 0 for none."""
         return int(self.received or 0)
 
     def __enter__(self) -> StopRequest:
@@ -62,7 +67,7 @@ class StopRequest:
 
 
 def requeue() -> str:
-    """Puts this SLURM job back into the queue; SLURM ends it, and starts it again later.
+    """Puts this SLURM job back into the queue. SLURM ends it now, and starts it again later.
 
     Returns:
         The number of the job.
@@ -70,7 +75,7 @@ def requeue() -> str:
     Raises:
         RuntimeError: SLURM refuses.
     """
-    job = os.environ["SLURM_JOB_ID"]  # that of the task, for an array
+    job = os.environ["SLURM_JOB_ID"]  # in an array, that of the task
     try:
         subprocess.run(
             ["scontrol", "requeue", job], check=True, capture_output=True, text=True, timeout=60

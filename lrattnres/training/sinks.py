@@ -1,4 +1,4 @@
-"""Where metrics go besides metrics.jsonl. A sink may fail; a run never fails with it."""
+"""Where metrics go besides metrics.jsonl. A sink may fail; the run does not fail with it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from hashlib import sha256
 from typing import Any, Protocol
 
 from lrattnres.config import LoggerConfig, LoggerName
+from lrattnres.runs.errors import first_line
 from lrattnres.runs.folder import RunFolder
 
 Note = Callable[[str], None]
@@ -16,15 +17,17 @@ PATIENCE = 15.0  # seconds that a network may take at the start and at the end
 
 
 class Sink(Protocol):
+    """Takes the records of a run."""
+
     def write(self, record: dict[str, Any]) -> None:
         """Takes one record of metrics.jsonl. Raises nothing."""
 
     def close(self) -> None:
-        """The run is over. Raises nothing."""
+        """Is called when the run ends. Raises nothing."""
 
 
 class NullSink:
-    """metrics.jsonl is enough."""
+    """Does nothing: metrics.jsonl is enough."""
 
     def __init__(self, config: LoggerConfig, run: RunFolder, tree: Mapping[str, Any], note: Note):
         pass
@@ -37,43 +40,45 @@ class NullSink:
 
 
 class WandbSink:
-    """Weights & Biases.
+    """Sends the records to Weights & Biases.
 
-    Without credentials or network it records in the run folder; after an error it is off.
-
-    Args:
-        config: Project and entity.
-        run: Whose name and place it takes.
-        tree: All settings, to be shown.
-        note: Gets a line when it does not do what was asked, and another if it goes off later.
+    Without credentials or network it records in the run folder. After an error it is off.
     """
 
     def __init__(self, config: LoggerConfig, run: RunFolder, tree: Mapping[str, Any], note: Note):
+        """Starts the W&B run.
+
+        Args:
+            config: Project and entity.
+            run: Gives the name, and the folder for the files of W&B.
+            tree: All settings, to be shown.
+            note: Gets a line when W&B does not do what was asked, and a line if it goes off later.
+        """
         self._note = note
         self._run: Any = None
         try:
             self._run = self._start(config, run, tree)
-            # Steps are drawn by our own count: that of W&B would refuse the steps that a continued
+            # Steps are shown by our own count. W&B's count would refuse the steps that a continued
             # run repeats.
             self._run.define_metric("*", step_metric="step")
         except ImportError:
             self._off("is not installed; write pip install lrattnres[wandb]")
-        except Exception as error:  # a library of many moving parts must not stop a run
-            self._off(f"did not start: {_first_line(error)}")
+        except Exception as error:  # whatever the library raises must not stop a run
+            self._off(f"did not start: {first_line(error)}")
 
     def write(self, record: dict[str, Any]) -> None:
         if self._run is not None:
             try:
                 self._run.log(record)
             except Exception as error:
-                self._off(f"failed at step {record.get('step')}: {_first_line(error)}")
+                self._off(f"failed at step {record.get('step')}: {first_line(error)}")
 
     def close(self) -> None:
         if self._run is not None:
             try:
                 self._run.finish()
             except Exception as error:
-                self._off(f"failed at the end: {_first_line(error)}")
+                self._off(f"failed at the end: {first_line(error)}")
             self._run = None
 
     def _start(self, config: LoggerConfig, run: RunFolder, tree: Mapping[str, Any]) -> Any:
@@ -103,7 +108,7 @@ class WandbSink:
                 return wandb.init(mode=mode, **options)
             except Exception as error:
                 wandb.teardown()  # the failed run still occupies its id
-                reason = _first_line(error)
+                reason = first_line(error)
         started = wandb.init(mode="offline", **options)
         self._note(
             f"W&B records offline in {run.path / 'wandb'} ({reason}); `wandb sync` of a folder "
@@ -112,12 +117,13 @@ class WandbSink:
         return started
 
     def _off(self, why: str) -> None:
+        """Switches W&B off, and says why."""
         self._run = None
         self._note(f"W&B {why}. It is off for the rest of this start; metrics.jsonl has everything")
 
 
 def run_id(run: RunFolder) -> str:
-    """The same for every continuation, another for a run that is begun anew under the same name."""
+    """The W&B id of a run: the same for every continuation, another for a run begun anew."""
     first = run.starts()[0]["time"] if run.starts() else ""
     return sha256(f"{run.path.name}\n{first}".encode()).hexdigest()[:16]
 
@@ -133,18 +139,18 @@ def build_sink(
 ) -> Sink:
     """The sink that the settings name.
 
-    `tree` is the whole configuration, for a sink that shows it.
+    Args:
+        config: Names it.
+        run: Folder of the run.
+        tree: The whole configuration, for a sink that shows it.
+        note: Gets lines for the user.
     """
     return SINKS[config.name](config, run, tree, note)
 
 
 def _has_credentials(wandb: Any) -> bool:
-    """An API key in the environment, netrc or W&B's own settings; no terminal is asked for one."""
+    """Whether W&B has an API key in the environment, netrc or its settings; it asks nobody."""
     try:
         return bool(wandb.login(prompt=False, verify=False))
     except TypeError:  # before `login` had `prompt`
         return bool(wandb.api.api_key)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]

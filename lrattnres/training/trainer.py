@@ -1,8 +1,7 @@
-"""One run from its first step, or from its newest checkpoint, to its end.
+"""The training loop: one run from its first step, or from a checkpoint, to its end.
 
-On many ranks every one of them runs this, over its own streams. Whatever they do together, they
-decide together: the same step is skipped, the same checkpoint written and the same signal obeyed by
-all.
+Every rank of a job runs it, over its own streams. All ranks decide together: they skip the same
+step, write the same checkpoint and obey the same signal.
 """
 
 from __future__ import annotations
@@ -40,12 +39,19 @@ from lrattnres.training.signals import StopRequest
 
 
 class TrainingError(Exception):
-    """The run cannot go on; its last checkpoint is as it was."""
+    """The run cannot continue; its last checkpoint is unchanged."""
 
 
 @dataclass
 class Progress:
-    """What has been done so far: integers that travel with every checkpoint."""
+    """What has been done so far; it is stored in every checkpoint.
+
+    Attributes:
+        step: Steps done, skipped ones included.
+        tokens: Targets of these steps, over all ranks.
+        bad_steps: Steps that were skipped, as loss or gradient were not finite.
+        bad_in_a_row: How many of the last steps were skipped.
+    """
 
     step: int = 0
     tokens: int = 0
@@ -55,9 +61,16 @@ class Progress:
 
 @dataclass(frozen=True)
 class StepResult:
-    """One step's mean losses and gradient norm over all ranks, still on the device; the hash of
-    this rank's part of the batch, and that part; the bytes that this rank sent, by kind, if they
-    were counted.
+    """What one step gave. Tensors are still on the device.
+
+    Attributes:
+        loss: Mean cross-entropy over all ranks, in nats per token: a scalar.
+        z_loss: The other summand of the objective.
+        grad_norm: 2-norm of the whole gradient before clipping.
+        block_grad_norm: The same of each transformer block; None: not measured.
+        batch_hash: Hash of this rank's part of the batch.
+        windows: int64 [streams of this rank, context + 1], this rank's part of the batch.
+        sent: Bytes that this rank sent, by kind of collective; None: not counted.
     """
 
     loss: Tensor
@@ -70,24 +83,14 @@ class StepResult:
 
 
 class Trainer:
-    """Holds the parts of a run and moves them forward together, on every rank of a job.
+    """Holds the parts of a run and advances them together, on every rank of a job.
 
-    Args:
-        config: Checked and resolved.
-        dataset: What it reads.
-        model: With its initial weights, whole or sharded; trained in place.
-        checkpoints: Of the run.
-        flops_per_token: FLOP of a token's forward and backward pass.
-        peak_flops: FLOP/s that all ranks together could do.
-        write: Receives a record for every step that has something to say. It is called on every
-            rank with the same values; what rank 0 does with them counts.
-        say: Receives remarks, in the same way.
-        write_diagnostics: Receives a step and its depth diagnostics, in the same way.
-        parallel: How the model lies on the ranks; None: a process alone.
-
-    Raises:
-        DataError: A rank cannot open its streams.
-        RankError: Another rank cannot.
+    Attributes:
+        progress: What has been done.
+        stopped_by: Number of the signal that stopped the run; 0: none.
+        unevaluated: The record of the current step, if its evaluation was left out; else None.
+        recorded: The last step with a record; None: not known.
+        shares: What each rank sent and used, as counted last; None: not counted.
     """
 
     def __init__(
@@ -104,6 +107,25 @@ class Trainer:
         write_diagnostics: Callable[[int, dict[str, Any]], None] = lambda step, diagnostics: None,
         parallel: Parallel | None = None,
     ):
+        """Builds the optimizer and opens the streams. Collective.
+
+        Args:
+            config: Checked and resolved.
+            dataset: The corpus.
+            model: With its initial weights, whole or sharded; trained in place.
+            checkpoints: Of the run.
+            flops_per_token: FLOPs of a token's forward and backward pass.
+            peak_flops: FLOP/s that all ranks together could do.
+            write: Receives a record for each step that has something to record. It is called on
+                every rank with the same values; rank 0 writes them.
+            say: Receives notes for the user, in the same way.
+            write_diagnostics: Receives a step and its depth diagnostics, in the same way.
+            parallel: How the model is spread over the ranks; None: a single process.
+
+        Raises:
+            DataError: This rank cannot open its streams.
+            RankError: Another rank cannot.
+        """
         self.config, self.dataset, self.model = config, dataset, model
         self.checkpoints, self.write, self.say, self.write_diagnostics = (
             checkpoints,
@@ -120,15 +142,13 @@ class Trainer:
             lambda: dataset.streams(self.ranks.rank, self.ranks.world)
         )
         self.progress = Progress()
-        self.grad_norms = torch.zeros(
-            (), dtype=torch.float64, device=model.head.weight.device
-        )  # of good steps, summed
+        # Sum over the steps that were not skipped.
+        self.grad_norms = torch.zeros((), dtype=torch.float64, device=model.head.weight.device)
         self._signals, self.stopped_by = StopRequest(), 0
-        # The record of this step, where its evaluation was left out.
         self.unevaluated: dict[str, Any] | None = None
-        self.recorded: int | None = 0  # the last step with a record; None where that is not known
+        self.recorded: int | None = 0
         self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
-        self.shares: dict[str, Any] | None = None  # of the ranks, as counted last
+        self.shares: dict[str, Any] | None = None
         self._restart_clock()
 
     # --- the loop ---------------------------------------------------------------------------------
@@ -137,11 +157,12 @@ class Trainer:
         """Trains to the last step. Collective.
 
         Returns:
-            False if a signal stopped it before: then everything is saved.
+            Whether the run is finished. If a signal stopped it, everything is saved.
 
         Raises:
             UnreadableError: The next batch cannot be read; everything is saved.
-            TrainingError: The run diverges, or a rank or the disk is lost.
+            TrainingError: The loss is not finite any more, a rank is lost, or a file cannot be
+                written.
             RankError: Another rank raised one of these.
         """
         self._restart_clock()
@@ -149,8 +170,8 @@ class Trainer:
             try:
                 return self._fit()
             except (TrainingError, RankError):
-                with suppress(CheckpointError):  # of two errors the first is told
-                    self.checkpoints.wait()  # a save that is still on its way is of a good step
+                with suppress(CheckpointError):  # of two errors the first is raised
+                    self.checkpoints.wait()  # a save in the background is of a good step
                 raise
             except Exception as error:
                 if not network_failed(error):
@@ -185,30 +206,32 @@ class Trainer:
         return True
 
     def _stopped(self) -> bool:
-        how, name = (
-            "" if self.config.resume == "auto" else " with resume=auto",
-            signal.Signals(self.stopped_by).name,
-        )
+        how = "" if self.config.resume == "auto" else " with resume=auto"
+        name = signal.Signals(self.stopped_by).name
         self.say(f"{name}: saved at step {self.progress.step}; the same command{how} continues")
         return False
 
     @contextmanager
     def _saved_if_unreadable(self) -> Iterator[None]:
-        """A batch that cannot be read, on any rank, stops the run before its step begins: all is as
-        after the last step.
+        """A context for one step, which saves the run if any rank cannot read its batch.
+
+        What is saved is the state after the last step.
+
+        Raises:
+            UnreadableError: This rank cannot read its batch.
+            RankError: Another rank cannot.
+            TrainingError: A checkpoint cannot be written either.
         """
         places = self.streams.state()
         try:
             yield
         except (DataError, RankError) as error:
-            if isinstance(error, RankError):  # this rank's part of the batch is not to be lost
+            if isinstance(error, RankError):  # this rank has read its part, and must read it again
                 self.streams.go_back(places)
             raise self._saved(error) from error
 
     def _saved(self, error: DataError | RankError) -> Exception:
-        """What to raise for data that cannot be read, on this rank or another, when everything is
-        saved.
-        """
+        """Saves everything, and returns what to raise for data that cannot be read."""
         good = not self.progress.bad_in_a_row  # see _checkpoint_due
         if good:
             self.save()
@@ -226,8 +249,9 @@ class Trainer:
         return UnreadableError(f"{error}\n{where}; once it can be read, the same command continues")
 
     def train_step(self) -> StepResult:
-        """One optimizer step over the global batch; a non-finite one changes no weight and is
-        counted.
+        """Takes one optimizer step over the global batch. Collective.
+
+        A step whose loss or gradient is not finite is counted, and changes no weight.
         """
         every, step = self.config.instruments.ranks, self.progress.step + 1
         if not due(every, step, last=self.config.steps):
@@ -245,9 +269,9 @@ class Trainer:
             block_norms(self.model) if due(self.config.instruments.gradients, step + 1) else None
         )
         grad_norm = gradient_norm(self.model.parameters(), clip=self.config.optimizer.clip)
-        # The one place where the host waits for the device: it has to know whether to take the
-        # step. A signal to any rank is heard by all here, so that all stop after the same step; 16
-        # bytes on the host are next to nothing.
+        # Only here does the host wait for the device, as it must know whether to take the step.
+        # A signal to any rank reaches all ranks here, so that all stop after the same step. It
+        # costs 16 bytes on the host.
         bad = not bool(torch.isfinite(loss + z_loss) & torch.isfinite(grad_norm))
         decision = self.ranks.largest(torch.tensor([bad, self._signals.number], dtype=torch.int64))
         bad, self.stopped_by = bool(decision[0]), int(decision[1])
@@ -265,19 +289,23 @@ class Trainer:
         return StepResult(loss, z_loss, grad_norm, blocks, hashed, windows)
 
     def forward_backward(self, windows: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Gradients of (Σ cross-entropy + z·Σ logsumexp²) / tokens; the sums and the count are
-        those of all ranks.
+        """Adds the gradients of (Σ cross-entropy + z·Σ logsumexp²) / N. Collective.
 
-        `windows` [S, T+1] are this rank's. Returns the two parts of that quotient, detached, and
-        the number of tokens. How the windows are cut into micro-batches and ranks does not change
-        the result, but for rounding.
+        Sums and N are over all ranks. How the windows are cut into micro-batches and ranks does not
+        change the result, except for rounding.
+
+        Args:
+            windows: int64 [S, T + 1], those of this rank.
+
+        Returns:
+            The two summands, detached float64 scalars; and N, the number of targets.
         """
         config, separator, mesh = self.config, self.dataset.tokenizer.separator, self.parallel.mesh
         tokens = int(self.ranks.sum((windows[:, 1:] >= 0).sum()))
         losses = torch.zeros(2, dtype=torch.float64, device=self.model.head.weight.device)
         parts = windows.split(config.micro_batch)
         for number, part in enumerate(parts, start=1):
-            if mesh is not None and mesh.ndim == 2:  # replicas add up their gradients once a step
+            if mesh is not None and mesh.ndim == 2:  # replicas add their gradients once a step
                 cast(FSDPModule, self.model).set_requires_all_reduce(number == len(parts))
             found = window_losses(self.model, part, separator, documents=config.documents)
             pair = objective(found, config.z_loss, tokens)
@@ -303,9 +331,10 @@ class Trainer:
         self._write({"step": progress.step, "tokens": progress.tokens} | record)
 
     def _write(self, record: dict[str, Any]) -> None:
-        """The record of this step, with what is due of it on held-out tokens. If a signal comes
-        before that is known, or the tokens cannot be read, the record waits in the next checkpoint,
-        and who continues from there begins with it.
+        """Writes the record of this step, with what is due on held-out tokens.
+
+        If a signal comes before that is measured, or the tokens cannot be read, the record is
+        stored in the next checkpoint. A run that continues from there writes it first.
         """
         step, self.unevaluated = self.progress.step, None
         try:
@@ -338,12 +367,17 @@ class Trainer:
             self.recorded = step
 
     def _pause(self) -> None:
-        """Raises Interrupted, on all ranks, when any of them has received a signal."""
+        """Lets a signal stop an evaluation. Collective.
+
+        Raises:
+            Interrupted: On all ranks, if any of them has received a signal.
+        """
         self.stopped_by = int(self.ranks.largest(torch.tensor(self._signals.number)))
         if self.stopped_by:
             raise Interrupted
 
     def _measurements(self, result: StepResult) -> dict[str, Any]:
+        """The numbers of a step for its record; waits for the device."""
         values = {
             "loss": result.loss.item(),
             "z_loss": result.z_loss.item(),
@@ -367,22 +401,30 @@ class Trainer:
         }
 
     def _shares(self, sent: dict[str, int]) -> dict[str, Any]:
-        """Of every rank, in their order: bytes sent in this step by each kind of collective, and
-        peak memory so far.
+        """What every rank used and sent, in bytes, in the order of the ranks. Collective.
+
+        Args:
+            sent: What this rank sent in this step, by kind of collective.
+
+        Returns:
+            `bytes_sent` by kind, and `peak_memory` so far.
         """
         mine = [*(sent[kind] for kind in KINDS), peak_memory(self.model.head.weight.device)]
         *kinds, peaks = self.ranks.gather(torch.tensor(mine)).T.tolist()
         return {"bytes_sent": dict(zip(KINDS, kinds, strict=True)), "peak_memory": peaks}
 
     def _global_hash(self, part: int) -> int:
-        """The hash of the whole batch: parts add up mod 2**64, as sums of int64 do."""
+        """The hash of the whole batch: the sum of all parts modulo 2**64."""
         signed = part - 2**64 if part >= 2**63 else part
         return int(self.ranks.sum(torch.tensor(signed))) % 2**64
 
     def _depth(self, windows: Tensor) -> dict[str, Any]:
-        """Over the windows of the first `micro_batch` streams, whoever owns them.
+        """Depth diagnostics over the windows of the first `micro_batch` streams. Collective.
 
-        Who owns none passes along, unseen.
+        A rank that owns none of these streams runs the model too, but does not count.
+
+        Args:
+            windows: int64 [S, T + 1], those of this rank.
         """
         mine = [
             row for row, stream in enumerate(self.streams.owned) if stream < self.config.micro_batch
@@ -406,29 +448,24 @@ class Trainer:
 
     @property
     def mean_grad_norm(self) -> float:
-        """Average over the steps so far of the gradient's norm before clipping; steps that were not
-        finite do not count.
-        """
+        """The gradient's norm before clipping, averaged over all steps so far that were finite."""
         return self.grad_norms.item() / max(self.progress.step - self.progress.bad_steps, 1)
 
     def _check_bad_steps(self) -> None:
         if self.progress.bad_in_a_row >= self.config.max_bad_steps:
             raise TrainingError(
-                f"{self.progress.bad_in_a_row} steps in a row had a loss or gradient that is not finite, the last of "
-                f"them step {self.progress.step}; the newest checkpoint is from before. Lower the learning rates "
-                f"of `optimizer`, or raise max_bad_steps={self.config.max_bad_steps}"
+                f"{self.progress.bad_in_a_row} steps in a row had a loss or gradient that is not "
+                f"finite, the last of them step {self.progress.step}; the newest checkpoint is "
+                "from before. Lower the learning rates of `optimizer`, or raise "
+                f"max_bad_steps={self.config.max_bad_steps}"
             )
 
     # --- state ------------------------------------------------------------------------------------
 
     def state(self) -> State:
-        """Everything a continuation needs, as tensors under plain names.
-
-        Every rank calls this at the same time.
-        """
-        places = self.ranks.gather(
-            self.streams.state()
-        )  # [world, owned, k]; stream s is row s // world of rank s % world
+        """Everything that a continuation needs: top-level name -> key -> tensor. Collective."""
+        # [world, owned, k]; stream s is row s // world of rank s % world.
+        places = self.ranks.gather(self.streams.state())
         return {
             "model": dict(self.model.state_dict()),
             "optimizer": self.optimizer.tensors(),
@@ -444,10 +481,13 @@ class Trainer:
         }
 
     def save(self) -> None:
-        """A checkpoint of this moment; the last one of a start is on the disk afterwards, others
-        may be on their way.
+        """Saves a checkpoint of this moment. Collective.
 
-        Raises TrainingError where the disk refuses it.
+        The last checkpoint of a start is on the disk when this returns; others may still be in the
+        background.
+
+        Raises:
+            TrainingError: It cannot be written.
         """
         details: dict[str, Any] = {"tokens": self.progress.tokens, "recorded": self.recorded}
         if self.unevaluated is not None:
@@ -461,9 +501,12 @@ class Trainer:
         self._restart_clock()
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Continues as if there had been no stop, on any number of ranks.
+        """Sets everything to the state of a checkpoint, written by any number of ranks. Collective.
 
-        A rank that was not there before keeps the random state it has from the seed.
+        A rank that did not exist then keeps its random state, which the seed gave.
+
+        Raises:
+            CheckpointError: The checkpoint does not fit, or cannot be read.
         """
         state = self.state()
         state["random"] = {
@@ -471,7 +514,7 @@ class Trainer:
         }
         loader = state["loader"]
         rows = loader["skipped_rows"].zero_()
-        if "skipped_rows" not in checkpoint.keys("loader"):  # of a version that did not count them
+        if "skipped_rows" not in checkpoint.keys("loader"):  # an older version did not count them
             state["loader"] = {"streams": loader["streams"]}
         checkpoint.load(state)
         self.grad_norms.copy_(state["gradients"]["norm_sum"])
@@ -489,8 +532,9 @@ class Trainer:
 
     @property
     def _checkpoint_due(self) -> bool:
-        """Not while steps are going wrong: what comes next may stop the run, and the last good
-        checkpoint must stay.
+        """Whether to save now.
+
+        Not after a bad step: the run may end soon, and the last good checkpoint must stay.
         """
         return (
             due(self.config.checkpoint.every, self.progress.step) and not self.progress.bad_in_a_row
