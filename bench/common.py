@@ -1,6 +1,7 @@
-"""What the measuring tools share: options, models, timing.
+"""What the measuring scripts share: options, models, timing.
 
-Imported before lrattnres, it makes them run from a bare clone, with nothing but torch and Triton.
+A script imports it before lrattnres. Then it runs from a clone that is not installed, with torch
+and Triton only.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-# Only parsing settings needs it, and here they are made as they should be.
+# Only parsing settings needs omegaconf, and here settings are not parsed.
 BARE = importlib.util.find_spec("omegaconf") is None
 if BARE:
     stand_in, errors = types.ModuleType("omegaconf"), types.ModuleType("omegaconf.errors")
@@ -28,7 +29,12 @@ if BARE:
     sys.modules |= {"omegaconf": stand_in, "omegaconf.errors": errors}
 
 from lrattnres.config import ModelConfig
+from lrattnres.kernels.backends import choose_kernels
+from lrattnres.model.attention import choose_attention
+from lrattnres.model.transformer import Transformer, build_model
 from lrattnres.residual import base
+from lrattnres.residual.fused.schedule import Step, cheapest, steps
+from lrattnres.residual.plan import DepthPlan
 
 if BARE:
     base.parse_options = lambda options, values, prefix: options(**values)
@@ -43,9 +49,16 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def options(
-    doc: str | None, *, device: bool = True, model: bool = False
+    doc: str | None, *, device: bool = True, model: bool = False, plan: bool = False
 ) -> argparse.ArgumentParser:
-    """A parser with the options that several tools have: --json, and what is asked for."""
+    """A parser with the options that several scripts have; --json always.
+
+    Args:
+        doc: Shown by --help.
+        device: Whether to add --device.
+        model: Whether to add --shape, --variants, --precision and --threads.
+        plan: Whether to add --sublayers, --blocks, --dim and --rank.
+    """
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -61,23 +74,33 @@ def options(
             "--precision", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU"
         )
         parser.add_argument("--threads", type=int)
+    if plan:
+        parser.add_argument("--sublayers", type=int, default=48)
+        parser.add_argument("--blocks", type=int, help="default: every sub-layer a source")
+        parser.add_argument("--dim", type=int, default=1024)
+        parser.add_argument("--rank", type=int, default=32)
     return parser
 
 
 def settle(chosen: argparse.Namespace) -> None:
-    """Fills in the precision that follows from the device, and sets the threads."""
+    """Sets the precision that follows from the device, and the number of threads."""
     chosen.precision = chosen.precision or ("bfloat16" if chosen.device == "cuda" else "float32")
     if chosen.threads:
         torch.set_num_threads(chosen.threads)
 
 
 def words(chosen: argparse.Namespace) -> dict[str, str]:
-    """The options as they are written beside the figures."""
+    """The options as texts, to be written beside the figures."""
     return {name: str(value) for name, value in vars(chosen).items()}
 
 
 def model_config(name: str, shape: dict[str, Any]) -> ModelConfig:
-    """`residual[:blocks[:rank]]` at a shape; blocks may be `full`."""
+    """The settings of a model.
+
+    Args:
+        name: residual[:blocks[:rank]]; blocks may be `full`.
+        shape: The values of SIZES.
+    """
     residual, blocks, rank = [*name.split(":"), *("full", "")[name.count(":") :]]
     config = ModelConfig(
         residual, int(rank) if rank else None, None if blocks == "full" else int(blocks), **shape
@@ -85,8 +108,45 @@ def model_config(name: str, shape: dict[str, Any]) -> ModelConfig:
     return base.path_of(config).settled(config)[0]
 
 
+def build(
+    name: str,
+    shape: dict[str, Any],
+    chosen: argparse.Namespace,
+    *,
+    kernels: str = "auto",
+    training: bool,
+    compiled: bool = False,
+) -> Transformer:
+    """A model with random weights.
+
+    Args:
+        name: residual[:blocks[:rank]]; blocks may be `full`.
+        shape: The values of SIZES.
+        chosen: Options with `device` and `precision`.
+        kernels: Name of the backend for depth attention.
+        training: Whether gradients are needed.
+        compiled: Whether the model will be compiled.
+    """
+    config = model_config(name, shape)
+    device, dtype = torch.device(chosen.device), getattr(torch, chosen.precision)
+    return build_model(
+        config,
+        seed=0,
+        device=device,
+        attention=choose_attention("auto", device, dtype, training=training),
+        dtype=dtype,
+        kernels=choose_kernels(kernels, device, dtype, compiled=compiled),
+    )
+
+
+def operators(chosen: argparse.Namespace) -> list[Step]:
+    """The operators of a plan, each kind once; `chosen` has the options of a plan."""
+    plan = DepthPlan(chosen.sublayers, chosen.blocks)
+    return sorted(set(steps(plan, cheapest(plan, chosen.rank / chosen.dim))))
+
+
 def machine(device: torch.device) -> dict[str, Any]:
-    """What a figure must be read with."""
+    """What a figure must be read with: device, threads and versions."""
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"{platform.machine()} CPU"
     return {
         "device": name,
@@ -97,7 +157,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """One run, waited for."""
+    """Duration of one call, with the work of the GPU finished."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -108,7 +168,7 @@ def seconds(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def copy_rate(device: torch.device) -> float:
-    """Bytes a second of a large copy, reads and writes counted: the bound of memory here."""
+    """Bytes a second of a large copy, reads and writes counted: the limit that memory sets."""
     source = torch.empty(
         (2**30 if device.type == "cuda" else 2**27) // 2, dtype=torch.bfloat16, device=device
     )
@@ -119,7 +179,7 @@ def copy_rate(device: torch.device) -> float:
 def matmul_rate(
     tokens: int, dim: int, width: int, dtype: torch.dtype, device: torch.device
 ) -> float:
-    """FLOP a second of the model's most common matrix product."""
+    """FLOP a second of a matrix product [tokens, dim] x [dim, width], the best of ten."""
     left, right = (
         torch.randn(tokens, dim, device=device, dtype=dtype),
         torch.randn(dim, width, device=device, dtype=dtype),
@@ -128,5 +188,6 @@ def matmul_rate(
 
 
 def write_json(path: Path | None, record: Any) -> None:
+    """Writes a record as JSON; nothing without a path."""
     if path is not None:
         path.write_text(json.dumps(record, indent=1) + "\n")

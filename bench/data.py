@@ -1,12 +1,12 @@
-"""Measure every stage between a parquet file and the model.
+"""Measures every stage between a parquet file and the model.
 
     python bench/data.py [--root DIR] [--rounds N]
 
-Without --root, the documentation strings of the installed Python are written as parquet in the
-paper's schema first. Rates are tokens of cl100k_base by the seconds that one thread had a core,
-medians over rounds that take the stages in turn. Each round also times tiktoken alone on the same
-documents. So they hold on a machine that has other things to do as well; only "tokenize to shards"
-and the training step are wall-clock.
+Without --root, the documentation strings of the installed Python are first written as parquet, with
+the columns of the paper's corpus. Rates are tokens of cl100k_base by the seconds for which one
+thread had a core, medians over rounds that take the stages in turn. Each round also times tiktoken
+alone on the same documents. So the figures also hold on a machine that does other work; only
+"tokenize to shards" and the training step are measured by the clock.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ NAME = TokenizerName.cl100k_base
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds of this thread's own time on a core, whatever else the machine does meanwhile."""
+    """Seconds for which this thread had a core, whatever else the machine does."""
     begin = time.thread_time()
     work()
     return time.thread_time() - begin
 
 
 def sample_folder(folder: Path) -> Path:
-    """The docstrings corpus as four parquet files."""
+    """Writes the docstrings corpus to a folder as four parquet files; returns the folder."""
     corpus = open_corpus(DataConfig(corpus=CorpusName.docstrings, holdout=0.1))
     texts = [corpus.group(number).text(0) for number in range(len(corpus.rows))]
     for number in range(4):
@@ -71,20 +71,27 @@ def sample_folder(folder: Path) -> Path:
 
 
 def texts_of(corpus: Corpus) -> Iterator[str]:
+    """The text of every document."""
     for number in range(len(corpus.rows)):
         group = corpus.group(number)
         yield from (group.text(row) for row in np.flatnonzero(group.present).tolist())
 
 
 def stream(documents: Documents, steps: int) -> None:
-    """`steps` batches, read and packed in this thread."""
+    """Reads and packs a number of batches in this thread."""
     streams = TrainStreams(documents, context=CONTEXT, streams=STREAMS, seed=0)
     for _ in range(steps):
         streams.next_batch()
 
 
 def streamed_texts(corpus: Corpus, documents: Documents, steps: int) -> list[str]:
-    """The documents that `stream` reads, by their hashes: what tiktoken alone is given."""
+    """The documents that `stream` reads, which tiktoken alone is given too.
+
+    Args:
+        corpus: Has the texts.
+        documents: The same corpus, encoded.
+        steps: Number of batches.
+    """
     seen: list[int] = []
 
     class Noted:
@@ -119,13 +126,25 @@ def streamed_texts(corpus: Corpus, documents: Documents, steps: int) -> list[str
 
 
 def to_device(windows: torch.Tensor, device: torch.device) -> list[torch.Tensor]:
+    """Windows cut into inputs, targets and document numbers, on a device."""
     return [part.to(device) for part in split_windows(windows, 100_257)]
 
 
 def stages(
     data: DataConfig, corpus: Corpus, documents: Documents, shards: Documents, rounds: int
 ) -> dict[str, float]:
-    """Prints and returns the rate of every stage, and that of the target by tiktoken's alone."""
+    """Prints and returns the rate of every stage in tokens a second.
+
+    Args:
+        data: The settings of the corpus.
+        corpus: Its texts.
+        documents: It, encoded while it is read.
+        shards: It, tokenized before.
+        rounds: Number of rounds.
+
+    Returns:
+        By stage; and the rate of "tokenize and pack" divided by that of tiktoken alone.
+    """
     offline = f"{NAME.name}_offline"
     encoding = tiktoken.get_encoding(
         offline if offline in tiktoken.list_encoding_names() else NAME.name
@@ -176,7 +195,7 @@ def stages(
 
 
 def memory(documents: Documents, tokens: int) -> list[float]:
-    """Prints and returns the resident memory, in MiB, while `tokens` tokens are streamed."""
+    """Prints and returns the resident memory, in MiB, at ten points while tokens are streamed."""
     streams = TrainStreams(documents, context=CONTEXT, streams=STREAMS, seed=0, workers=2, ahead=8)
     size, seen = STREAMS * CONTEXT, []
     for step in range(tokens // size):
@@ -194,7 +213,7 @@ def memory(documents: Documents, tokens: int) -> list[float]:
 
 
 def waiting(documents: Documents, tokenizer: Tokenizer, steps: int) -> float:
-    """Prints and returns the share of its time that a training step here waits for data."""
+    """Prints and returns the share of its time that a training step waits for data."""
     device = resolve_device(Device.auto)
     config = ModelConfig("s_lr", 16, 4, None, 6, 128, 4, 352, CONTEXT, tokenizer.vocabulary)
     attention = choose_attention("auto", device, torch.float32, training=True)

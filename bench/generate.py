@@ -1,13 +1,13 @@
-"""Decoding with a cache against running the whole window again, and the share of depth reads.
+"""Decoding with a cache, compared with a pass over the whole window; and the share of depth reads.
 
-    python bench/generate.py --json found.json                 # on a CPU: 8 blocks of width 256
+    python bench/generate.py --json found.json        # on a CPU: 8 transformer blocks of width 256
     python bench/generate.py --device cuda --shape paper --context 2048
 
-A round takes, for every model in turn: one step of the decoder at the end of a window of --context
-tokens, one pass over that window without a cache, the step's depth reads alone (everything that the
-residual path does in a step, with the sub-layers' outputs given), and those in two phases, by
-blocks. Shares and ratios are medians over the rounds of quotients inside a round, so they survive a
-busy machine; tokens/s do not. Weights are random: no figure depends on them.
+A round times for every model in turn: one step of the decoder at the end of a window of --context
+tokens; one pass over that window without a cache; the depth reads of the step alone (all that the
+residual path does, with the outputs of the sub-layers given); and these reads in two phases, by
+depth blocks. Shares and ratios are medians over the rounds of quotients inside a round, so they
+also hold on a busy machine; tokens/s do not. Weights are random, and no figure depends on them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ import common
 import torch
 from torch import Tensor
 
-from lrattnres.kernels.backends import choose_kernels
-from lrattnres.model.attention import choose_attention
 from lrattnres.model.decoder import Decoder
-from lrattnres.model.transformer import Transformer, build_model
+from lrattnres.model.transformer import Transformer
 
 VARIANTS = [
     "baseline",
@@ -38,15 +36,9 @@ VARIANTS = [
 
 
 def build(name: str, options: argparse.Namespace) -> Transformer:
-    """`residual[:blocks[:rank]]` as a model, with queries that are not zero."""
+    """A model whose queries are not zero, for a window of --context tokens."""
     shape = common.SHAPES[options.shape] | {"context": options.context}
-    config = common.model_config(name, shape)
-    device, dtype = torch.device(options.device), getattr(torch, options.precision)
-    attention = choose_attention("auto", device, dtype, training=False)
-    kernels = choose_kernels("auto", device, dtype, compiled=False)
-    model = build_model(
-        config, seed=0, device=device, attention=attention, dtype=dtype, kernels=kernels
-    )
+    model = common.build(name, shape, options, training=False)
     for name, parameter in model.router.named_parameters():
         if name == "queries":
             torch.nn.init.normal_(parameter, std=0.02)
@@ -54,7 +46,12 @@ def build(name: str, options: argparse.Namespace) -> Transformer:
 
 
 class Subject:
-    """One model with a window that is full but for one token, and four things to time."""
+    """One model with a window that is full except for one token, and four things to time.
+
+    Args:
+        name: residual[:blocks[:rank]].
+        options: Of this script.
+    """
 
     def __init__(self, name: str, options: argparse.Namespace):
         self.model, self.device = build(name, options), torch.device(options.device)
@@ -77,18 +74,18 @@ class Subject:
         )
 
     def step(self) -> Tensor:
-        """The last token of the window; the cache is then as it was."""
+        """Logits of the last token by the decoder; the cache is then as it was."""
         lengths = self.before.lengths
         logits = self.decoder.head(self.decoder.feed(self.before, self.window[:, -1:]))[:, 0]
         self.before.lengths = lengths
         return logits
 
     def whole(self) -> Tensor:
-        """The same logits by a pass over the whole window, as decoding without a cache does."""
+        """The same logits by a pass over the whole window, as without a cache."""
         return self.model(self.window, self.model.mask(None, *self.window.shape))[:, -1]
 
     def reads(self) -> Tensor:
-        """What the residual path does in a step."""
+        """All that the residual path does in a step."""
         path, last = self.decoder.one.router, len(self.model.sublayers)
         state = path.begin(self.value)
         for site in range(last):
@@ -97,7 +94,7 @@ class Subject:
         return path.read(state, last).x
 
     def reads_two_phase(self) -> Tensor:
-        """The same, with the closed sources read once for all sites of a block."""
+        """The same, with the closed sources read once for all sites of a depth block."""
         path = self.decoder.one.router
         path.decodes(together=True)
         found = self.reads()
@@ -106,13 +103,13 @@ class Subject:
 
 
 def warm_seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """One run right after another of the same, so that the caches hold what it needs."""
+    """Seconds of a call right after another one, so that the caches are warm."""
     call()
     return common.seconds(call, device)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Times of every model, and the quotients inside each round."""
+    """Times every model; returns medians, and medians of the quotients inside each round."""
     subjects = {name: Subject(name, options) for name in options.variants}
     names = ("step", "whole", "reads", "reads_two_phase")
     times: dict[str, list[dict[str, float]]] = {name: [] for name in subjects}

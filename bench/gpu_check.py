@@ -1,12 +1,12 @@
-"""Everything about the kernels that only a GPU can tell: are they right, and how fast are they.
+"""Checks on a GPU whether the kernels are correct, and how fast they are.
 
     python bench/gpu_check.py --json gpu.json          (make gpu-check)
 
-Needs torch and Triton, nothing else; ends after about --budget seconds. TRITON_INTERPRET=1 and
---rehearse go the same way on a CPU, with next to no tokens: whether the command would run, not how
-fast. First correctness on the device against float64; any error ends it with status 1. Then single
-operators (kernels.py), then training steps at the paper's shape (step.py), as many as the time
-allows. Prints tables, writes one JSON file.
+Needs only torch and Triton; ends after about --budget seconds. First come comparisons with float64
+on the device; an error that is too large ends the script with status 1. Then single operators
+(kernels.py), then training steps at the paper's shape (step.py), as many as the time allows. Prints
+tables, and writes one JSON file. TRITON_INTERPRET=1 and --rehearse do the same on a CPU with very
+few tokens, to see whether the command would run.
 """
 
 from __future__ import annotations
@@ -64,7 +64,12 @@ REHEARSAL = (
 
 
 def worst(found: list[Tensor], truths: list[Tensor]) -> float:
-    """The largest error relative to the norm; a truth that is nothing but rounding has none."""
+    """The largest error relative to the norm; a truth that is only rounding does not count.
+
+    Args:
+        found: Tensors to check.
+        truths: The same in float64.
+    """
     pairs = [
         (x.double(), truth) for x, truth in zip(found, truths, strict=True) if truth.norm() > 1e-6
     ]
@@ -72,7 +77,7 @@ def worst(found: list[Tensor], truths: list[Tensor]) -> float:
 
 
 def plain_error(sources: int, dim: int, rank: int, separate: bool, dtype: torch.dtype) -> float:
-    """Of one read and all its gradients, over 300 tokens."""
+    """Largest error of one read and all its gradients, over 300 tokens."""
     query, count = 2 * torch.randn(rank, device=DEVICE) / rank**0.5, sources
     values = [torch.randn(300, dim, device=DEVICE).to(dtype) for _ in range(sources)]
     keys = [torch.randn(300, rank, device=DEVICE).to(dtype) for _ in range(sources * separate)]
@@ -90,7 +95,10 @@ def plain_error(sources: int, dim: int, rank: int, separate: bool, dtype: torch.
 
 
 def path_error(name: str, blocks: int | None, dtype: torch.dtype) -> float:
-    """Of all reads of twelve sub-layers and all gradients, over 256 tokens of width 256."""
+    """Largest error of a path: all reads of twelve sub-layers, and all gradients.
+
+    It has 256 tokens of width 256.
+    """
     sizes = {"layers": 6, "dim": 256, "heads": 4, "mlp_width": 512, "context": 64, "vocabulary": 64}
     config = ModelConfig(name, 32, blocks, **sizes)  # type: ignore[arg-type]
     router = path_of(config).build(config, KERNELS["triton"]).to(DEVICE)
@@ -116,7 +124,14 @@ def path_error(name: str, blocks: int | None, dtype: torch.dtype) -> float:
 
 
 def correctness(budget: float) -> list[dict[str, Any]]:
-    """One record a case, until the time is up; most of it goes to compiling the kernels."""
+    """Compares case by case with float64 until the time is over; most of it is compilation.
+
+    Args:
+        budget: Seconds.
+
+    Returns:
+        A record for each case.
+    """
     start = time.monotonic()
     records: list[dict[str, Any]] = []
     cases: list[tuple[str, torch.dtype, Any]] = []
@@ -140,7 +155,7 @@ def correctness(budget: float) -> list[dict[str, Any]]:
 
 
 def script(name: str, *arguments: str) -> Any:
-    """Runs a measuring script in a process of its own; its record, or why there is none."""
+    """Runs a measuring script in a process of its own; returns its record, or its exit code."""
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "record.json"
         code = subprocess.run(

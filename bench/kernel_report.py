@@ -1,12 +1,10 @@
-"""Registers, spills and instructions of every kernel a model would launch.
-
-They are compiled here, for a GPU that need not be here.
+"""Registers, spills and instructions of every kernel that a model would launch.
 
     python bench/kernel_report.py --blocks 8 --rank 32 --capability 90 --json report.json
 
-One line an operator: what it owns, and for its three kernels registers, spilled bytes, shared
-memory, and warp instructions for each value-width (d two-byte values) that must be moved for a
-token.
+The kernels are compiled here, for a GPU that need not be in this machine. One line for each kernel
+of each operator: what the operator reads, registers, spilled bytes, shared memory, and warp
+instructions for each width of a value (d numbers of two bytes) that must be moved for a token.
 """
 
 from __future__ import annotations
@@ -14,20 +12,21 @@ from __future__ import annotations
 import common
 
 from lrattnres.kernels.machine_code import inspect, launches
-from lrattnres.residual.fused.schedule import (
-    Step,
-    backward_traffic,
-    cheapest,
-    forward_traffic,
-    steps,
-)
-from lrattnres.residual.plan import DepthPlan
+from lrattnres.residual.fused.schedule import Step, backward_traffic, forward_traffic
 
 
 def report(
     step: Step, dim: int, rank: int, separate: bool, capability: int
 ) -> list[dict[str, float]]:
-    """One record a kernel of the operator."""
+    """Prints and returns a record for each kernel of an operator.
+
+    Args:
+        step: The operator.
+        dim: d, width of a value.
+        rank: r, width of a key.
+        separate: Whether keys are tensors of their own.
+        capability: Compute capability without the dot, such as 90.
+    """
     moved = {
         "read_forward": forward_traffic(step, dim, rank, separate),
         "read_backward": backward_traffic(step, dim, rank, separate),
@@ -52,21 +51,13 @@ def report(
 
 
 def main() -> None:
-    parser = common.options(__doc__, device=False)
-    parser.add_argument("--sublayers", type=int, default=48)
-    parser.add_argument(
-        "--blocks", type=int, default=None, help="default: every sub-layer a source"
-    )
-    parser.add_argument("--dim", type=int, default=1024)
-    parser.add_argument("--rank", type=int, default=32)
+    parser = common.options(__doc__, device=False, plan=True)
     parser.add_argument("--separate", action="store_true", help="keys in tensors of their own")
     parser.add_argument("--capability", type=int, default=90, choices=(80, 90, 100))
     options = parser.parse_args()
-    plan = DepthPlan(options.sublayers, options.blocks)
-    operators = sorted(set(steps(plan, cheapest(plan, options.rank / options.dim))))
     records = [
         r
-        for step in operators
+        for step in common.operators(options)
         for r in report(step, options.dim, options.rank, options.separate, options.capability)
     ]
     common.write_json(options.json, records)

@@ -2,10 +2,10 @@
 
     python bench/kernels.py --blocks 8 --rank 32 --tokens 16384 --json kernels.json
 
-On a GPU (or interpreted, where only whether it runs is of interest): the forward and backward
-operator of every kind of site, and one plain read against plain torch, eager and compiled, and
-against what `rivals.py` knows and finds installed. On a CPU only the latter, without Triton. All
-rates count the bytes that our own operator must move, by the plan.
+On a GPU: the forward and backward operator of every kind of site; and one read, which is compared
+with plain torch, eager and compiled, and with the packages in `rivals.py` that are installed. On a
+CPU only the read, without Triton. (With the interpreter all is run, but only to see that it runs.)
+All rates count the bytes that our own operator must move, by the plan.
 """
 
 from __future__ import annotations
@@ -23,25 +23,27 @@ import torch
 
 from lrattnres import depth_attention
 from lrattnres.kernels.launch import INTERPRETED
-from lrattnres.residual.fused.schedule import (
-    Step,
-    backward_traffic,
-    cheapest,
-    forward_traffic,
-    steps,
-)
-from lrattnres.residual.plan import DepthPlan
+from lrattnres.residual.fused.schedule import Step, backward_traffic, forward_traffic
 
 
 def timed(call: Callable[[], Any], device: torch.device, repeats: int) -> float:
-    """The median of single runs, after two that compile."""
+    """Median seconds of single calls, after two that compile."""
     for _ in range(2):
         call()
     return statistics.median(common.seconds(call, device) for _ in range(repeats))
 
 
 def operator(step: Step, options: argparse.Namespace, rate: float) -> dict[str, Any]:
-    """The forward and backward operator of one kind of site, without autograd around them."""
+    """Times the forward and backward operator of one kind of site, without autograd.
+
+    Args:
+        step: The operator.
+        options: Of this script.
+        rate: Bytes a second of a copy.
+
+    Returns:
+        A record with microseconds, GB/s and the share of a copy.
+    """
     from lrattnres.kernels import ops  # noqa: F401 — defines the operators
     from lrattnres.kernels.sample import backward_arguments, forward_arguments
 
@@ -69,13 +71,19 @@ def operator(step: Step, options: argparse.Namespace, rate: float) -> dict[str, 
 
 
 def plain_read(name: str, rank: int, options: argparse.Namespace, rate: float) -> dict[str, Any]:
-    """Forward and backward of one read of nine sources and its norm, for somebody's own model."""
+    """Times forward and backward of one read of nine sources and its norm.
+
+    Args:
+        name: A backend of ours, or a name in RIVALS.
+        rank: r, width of a key.
+        options: Of this script.
+        rate: Bytes a second of a copy.
+
+    Returns:
+        A record with microseconds, GB/s and the share of a copy.
+    """
     rival = rivals.RIVALS.get(name)
-    device, dim, rank = (
-        torch.device(options.device),
-        options.dim,
-        rival.rank(options.rank, options.dim) if rival else options.rank,
-    )
+    device, dim = torch.device(options.device), options.dim
     values = [
         torch.randn(options.tokens, dim, device=device, dtype=torch.bfloat16, requires_grad=True)
         for _ in range(9)
@@ -103,13 +111,7 @@ def plain_read(name: str, rank: int, options: argparse.Namespace, rate: float) -
 
 
 def main() -> None:
-    parser = common.options(__doc__)
-    parser.add_argument("--sublayers", type=int, default=48)
-    parser.add_argument(
-        "--blocks", type=int, default=None, help="default: every sub-layer a source"
-    )
-    parser.add_argument("--dim", type=int, default=1024)
-    parser.add_argument("--rank", type=int, default=32)
+    parser = common.options(__doc__, plan=True)
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument(
@@ -128,7 +130,8 @@ def main() -> None:
         "plain_read": [],
         "operators": [],
     }
-    # Ours with the rank that was asked for, and with keys of full width: some know no others.
+    # Ours with the rank that was asked for, and with keys of full width, as some packages have only
+    # these.
     contestants = [
         (name, options.rank) for name in (("triton",) if able else ()) + ("compiled", "reference")
     ]
@@ -141,10 +144,7 @@ def main() -> None:
         found["plain_read"].append(plain_read(name, rank, options, rate))
         shown = "read of 9: {kernels:13} r = {rank:<5}{us:12.1f} us {gb_s:8.0f} GB/s {of_copy:6.0%}"
         print(shown.format(**found["plain_read"][-1]), "of a copy", flush=True)
-    plan = DepthPlan(options.sublayers, options.blocks)
-    for step in (
-        sorted(set(steps(plan, cheapest(plan, options.rank / options.dim)))) if able else []
-    ):
+    for step in common.operators(options) if able else []:
         if time.monotonic() - start > options.budget:
             print("no time left for the other operators")
             break

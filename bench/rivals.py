@@ -1,8 +1,9 @@
-"""Reads over depth by other packages, called so that they compute what ours does.
+"""Reads over depth by other packages, called so that they compute the same as ours.
 
-That is a read of value keys, then its RMSNorm. They are no dependencies: what is not installed is
-not compared. Each signature is checked before it is called, so that a version with another one is
-left out with a word, not with a wrong figure.
+That is a read whose keys are the values, then its RMSNorm. The packages are no dependencies; one
+that is not installed is not compared. The signature of each function is checked before it is
+called. So a version with another signature is left out with a message, instead of giving a wrong
+figure.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ class Rival(NamedTuple):
     """One package.
 
     Attributes:
-        package, module, function: where the read is.
-        call: (function, query, values) to the read, normalised.
-        query: dtype that it asks of a query.
-        sliced: whether a key may be the tail of a value; else it is the whole.
+        package: Its name.
+        module, function: Where the read is.
+        call: (function, query, values) -> the normalised read.
+        query: dtype that a query must have.
+        sliced: Whether a key may be the tail of a value; else it is the whole value.
     """
 
     package: str
@@ -40,14 +42,16 @@ class Rival(NamedTuple):
     sliced: bool = False
 
     def rank(self, rank: int, dim: int) -> int:
+        """Width of a key that it can take, for a wanted rank and a width of values."""
         return rank if self.sliced else dim
 
     def load(self) -> Read:
-        """Its read.
+        """Its read: (query [r], values) -> [tokens, d].
 
         Raises:
-            ImportError: the package is not installed.
-            TypeError: its function takes other arguments.
+            ImportError: The package is not installed.
+            AttributeError: It has no such function.
+            TypeError: Its function takes other arguments.
         """
         function = getattr(importlib.import_module(self.module), self.function)
         query, value = (
@@ -64,7 +68,7 @@ class Rival(NamedTuple):
 
 
 def _ones(query: Tensor, values: Sequence[Tensor]) -> Tensor:
-    """The gain of a norm that has none here."""
+    """The gain of a norm, which has none here."""
     return torch.ones(values[0].shape[-1], device=query.device, dtype=query.dtype)
 
 
@@ -96,15 +100,18 @@ RIVALS = {
 
 
 def installed(device: torch.device) -> list[str]:
-    """The packages to compare with on a GPU; one that cannot be called is named, with why."""
+    """The packages to compare with on a GPU.
+
+    One that is installed and cannot be called is named in the output, with the reason.
+    """
     found = []
     for name, rival in RIVALS.items() if device.type == "cuda" else ():
         if importlib.util.find_spec(rival.module.split(".")[0]) is None:
             continue
         try:
             rival.load()
-        except (ImportError, AttributeError, TypeError) as fault:
-            print(f"{name} is installed and left out: {fault}", flush=True)
+        except (ImportError, AttributeError, TypeError) as error:
+            print(f"{name} is installed and left out: {error}", flush=True)
             continue
         found.append(name)
     return found

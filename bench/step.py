@@ -1,12 +1,12 @@
-"""A training step (forward, loss, backward) of every variant over the baseline's, alternating.
+"""Training steps (forward, loss, backward) of every variant, compared with the baseline's.
 
-    python bench/step.py                            # on a CPU: 8 blocks of width 256
+    python bench/step.py                            # on a CPU: 8 transformer blocks of width 256
     python bench/step.py --device cuda --shape paper --compile regions
 
-Each round takes one step of every model in turn; a ratio is the median over rounds of
-variant / baseline. Ratios survive a busy machine, times do not. With --compile regions the
-baseline's addition and norm are still one compiled kernel, so that it is not made to look slow.
-Ends early, after whole rounds, at --budget seconds.
+Each round takes one step of every model in turn; a ratio is the median over rounds of variant /
+baseline. Ratios hold on a busy machine, times do not. With --compile regions the baseline's
+addition and norm are one compiled kernel all the same, so that it does not look slower than it is.
+At --budget seconds it ends after the current round.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from functools import partial
 from typing import Any
 
 import common
@@ -21,9 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lrattnres.kernels.backends import choose_kernels
-from lrattnres.model.attention import choose_attention
-from lrattnres.model.transformer import Transformer, build_model
+from lrattnres.model.transformer import Transformer
 
 VARIANTS = {
     "tiny": ["s_lr:3:4", "p_lr:3:4", "attn_res:full"],
@@ -34,26 +33,23 @@ VARIANTS = {
 
 
 def build(name: str, options: argparse.Namespace) -> Transformer:
-    """`residual[:blocks[:rank]]` as a model."""
-    config = common.model_config(name, common.SHAPES[options.shape])
-    device, dtype = torch.device(options.device), getattr(torch, options.precision)
-    attention = choose_attention("auto", device, dtype, training=True)
-    kernels = choose_kernels(options.kernels, device, dtype, compiled=options.compile != "off")
-    model = build_model(
-        config, seed=0, device=device, attention=attention, dtype=dtype, kernels=kernels
-    )
+    """The model of a variant, compiled as the options say."""
+    compiled, shape = options.compile != "off", common.SHAPES[options.shape]
+    kernels = options.kernels
+    model = common.build(name, shape, options, kernels=kernels, training=True, compiled=compiled)
     if options.compile == "model":
         model.compile(fullgraph=True)
     if options.compile == "regions":
         for sublayer in model.sublayers:
             sublayer.compile()
-        if not model.router.attends:  # a few additions and a norm, which are not to look slow
+        if not model.router.attends:  # a few additions and a norm, slow if they are not compiled
             model.router.write = torch.compile(model.router.write)  # type: ignore[method-assign]
             model.router.read = torch.compile(model.router.read)  # type: ignore[method-assign]
     return model
 
 
 def step(model: Transformer, tokens: Tensor) -> None:
+    """One forward and backward pass; the gradients are dropped."""
     logits = model(tokens, model.mask(None, *tokens.shape))
     F.cross_entropy(logits.flatten(0, 1).float(), tokens.roll(-1, 1).flatten()).backward()
     for parameter in model.parameters():
@@ -63,11 +59,8 @@ def step(model: Transformer, tokens: Tensor) -> None:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Times of every model, and their ratios to the baseline."""
     torch._dynamo.config.recompile_limit = 1000
-    shape, device, start = (
-        common.SHAPES[options.shape],
-        torch.device(options.device),
-        time.monotonic(),
-    )
+    shape, device = common.SHAPES[options.shape], torch.device(options.device)
+    start = time.monotonic()
     tokens = torch.randint(shape["vocabulary"], (options.batch, shape["context"]), device=device)
     models: dict[str, Transformer] = {}
     for name in ["baseline", *options.variants]:
@@ -84,7 +77,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         if times["baseline"] and time.monotonic() - start > options.budget:
             break
         for name, model in models.items():
-            times[name].append(common.seconds(lambda model=model: step(model, tokens), device))  # type: ignore[misc]
+            times[name].append(common.seconds(partial(step, model, tokens), device))
         rates.append(
             common.matmul_rate(
                 tokens.numel(),
