@@ -113,8 +113,7 @@ def read_backward_op(
 
     Returns:
         (d values, d keys, d queries, [dh if `emit`], d stats) in the shapes of what they are
-        gradients
-        of. d stats is [2, tokens] float32: L and ⟨dh, h⟩ of the first query.
+        gradients of. d stats is [2, tokens] float32: L and ⟨dh, h⟩ of the first query.
     """
     given = Backward(
         upstream,
@@ -321,6 +320,11 @@ def read(
 def _check(
     queries: Tensor, values: Sequence[Tensor], keys: Sequence[Tensor], addend: Tensor | None
 ) -> None:
+    """Checks what the kernels take for granted.
+
+    Raises:
+        ValueError: As `read` does.
+    """
     first = values[0]
     if first.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(

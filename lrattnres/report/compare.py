@@ -114,6 +114,7 @@ class Entry:
 
     @property
     def label(self) -> str:
+        """A short name for tables and legends, with its row of the paper's table."""
         return f"{self.row.row} {self.choice.label}" if self.row else self.choice.label
 
     @property
@@ -229,8 +230,7 @@ def compare(runs: list[Run]) -> tuple[list[Group], list[Run], list[str]]:
 
     Returns:
         Groups, the one with the most runs first; unfinished runs; and a sentence for each run that
-        is
-        not counted, as another has the same settings and seed.
+        is not counted, as another has the same settings and seed.
     """
     unfinished = [run for run in runs if run.val_loss is None]
     finished = [run for run in runs if run.val_loss is not None]
@@ -353,6 +353,7 @@ def _order(choice: Choice) -> tuple[Any, ...]:
 
 
 def _differences(first: Group, other: Group) -> list[str]:
+    """What differs in the conditions of two groups, a sentence each."""
     keys = sorted(first.conditions.keys() | other.conditions.keys())
     none = "not stated"
     pairs = [

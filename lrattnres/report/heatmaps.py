@@ -71,8 +71,7 @@ def coefficient_maps(group: Group) -> Picture | str | None:
 
     Returns:
         The picture. A sentence instead, if no run has coefficients, and None, if no run has
-        diagnostics
-        of held-out tokens either.
+        diagnostics of held-out tokens either.
     """
     shown: list[Panel] = []
     never, older, lacking = list[str](), list[str](), list[str]()

@@ -132,6 +132,7 @@ def speed(group: Group) -> Table:
 
 
 def _median(entry: Entry, name: str) -> float | None:
+    """Median of a number over the logged steps of all seeds; None if none has it."""
     values = [
         value for run in entry.runs for value in finite([value for _, value in run.series(name)])
     ]

@@ -326,4 +326,5 @@ def _is_number(value: Any) -> bool:
 
 
 def finite(values: list[float]) -> list[float]:
+    """The values that are finite numbers."""
     return [value for value in values if math.isfinite(value)]

@@ -395,6 +395,7 @@ class Checkpoints:
         _delete(hidden)
 
     def _prune(self, written: int) -> None:
+        """Removes superseded checkpoints, and old ones that the settings do not keep."""
         for step in self.superseded():
             self._remove(self._hidden(step, "superseded"), step)
         steps = self.steps()

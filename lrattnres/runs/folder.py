@@ -208,6 +208,11 @@ class RunFolder:
 
     @staticmethod
     def _as_written(path: Path) -> TrainConfig:
+        """The settings in config.yaml of a folder, with paths as they are written there.
+
+        Raises:
+            RunError: Names config.yaml and every error in it.
+        """
         file = Path(path) / "config.yaml"
         try:
             text = file.read_text(encoding="utf-8")
@@ -267,6 +272,11 @@ class RunFolder:
     def _check_same_run(
         self, config: TrainConfig, identity: dict[str, str], listing: Mapping[str, Any] | None
     ) -> None:
+        """Checks that settings and fingerprints continue the run in this folder.
+
+        Raises:
+            RunError: They do not, or the settings say `resume=none`.
+        """
         if config.resume == "none":
             remedy = f"write resume=auto to continue it, {self._remedy()}"
             raise RunError(f"{self.path}: there is a run already, and resume=none; {remedy}")
@@ -338,6 +348,11 @@ def _is_there(path: str) -> bool:
 
 
 def _checked_name(name: str) -> str:
+    """A name that can be the name of a folder.
+
+    Raises:
+        RunError: It cannot.
+    """
     wrong = (
         "is empty" if not name
         else "has a path separator" if "/" in name or "\\" in name
@@ -381,6 +396,11 @@ def _locked(folder: Path) -> IO[str]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        RunError: The file is missing or damaged.
+    """
     try:
         content = from_json(path.read_bytes())
     except (OSError, ValueError) as error:

@@ -85,6 +85,11 @@ def _described(paths: list[Path]) -> dict[str, dict[str, Any]]:
 
 
 def _read(folder: Path, step: int) -> dict[str, Any]:
+    """The manifest of a folder, after all checks that need no other file.
+
+    Raises:
+        CheckpointError: It is missing, damaged, or of another step.
+    """
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_bytes())
@@ -111,6 +116,11 @@ def _read(folder: Path, step: int) -> dict[str, Any]:
 
 
 def _verify(folder: Path, files: dict[str, dict[str, Any]]) -> None:
+    """Compares files with their entries in the manifest.
+
+    Raises:
+        CheckpointError: Names the first file that differs.
+    """
     for name, entry in files.items():
         file = folder / name
         try:

@@ -41,8 +41,7 @@ def measure(
 
     Returns:
         The held-out loss and what follows from it, as part of a record ({} if it is not due); and
-        the
-        depth diagnostics (None if they are not due).
+        the depth diagnostics (None if they are not due).
 
     Raises:
         DataError: This rank cannot read its windows.

@@ -29,8 +29,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
 
     Returns:
         FLOP/s, and where the number is from: a data sheet for known GPUs in bfloat16, else a
-        measured
-        matrix product.
+        measured matrix product.
     """
     if device.type == "cuda" and dtype is torch.bfloat16:
         name = torch.cuda.get_device_name(device)

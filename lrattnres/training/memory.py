@@ -97,6 +97,7 @@ class Memory:
 
     @property
     def total(self) -> int:
+        """All of them but `sources`, which are a part of `activations`."""
         return self.weights + self.gradients + self.moments + self.gathered + self.activations
 
 
@@ -163,8 +164,7 @@ def _measure(model: Transformer, config: TrainConfig, world: int) -> tuple[int, 
 
     Returns:
         Bytes: the most at one time besides weights and gradients; and what the residual path
-        carries
-        from site to site.
+        carries from site to site.
     """
     size = (min(config.micro_batch, max(1, config.global_batch // world)), config.model.context)
     carried = 0

@@ -337,8 +337,7 @@ def _build(config: TrainConfig, parallel: Parallel) -> tuple[Transformer, dict[s
 
     Returns:
         The model with its initial weights, or this rank's shards of it; and what was chosen for
-        this
-        machine.
+        this machine.
     """
     device, dtype = resolve_device(config.device), DTYPES[config.precision]
     attention = choose_attention(config.attention.name, device, dtype, training=True)

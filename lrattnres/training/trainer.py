@@ -452,6 +452,11 @@ class Trainer:
         return self.grad_norms.item() / max(self.progress.step - self.progress.bad_steps, 1)
 
     def _check_bad_steps(self) -> None:
+        """Stops a run that diverges.
+
+        Raises:
+            TrainingError: `max_bad_steps` steps in a row were not finite.
+        """
         if self.progress.bad_in_a_row >= self.config.max_bad_steps:
             raise TrainingError(
                 f"{self.progress.bad_in_a_row} steps in a row had a loss or gradient that is not "
