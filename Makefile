@@ -8,7 +8,8 @@ TWO := -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 GRID := runs/table1-proxy
-.PHONY: help setup demo table1-proxy test test-slow test-gpu gpu-check check docs clean
+PATHS := runs/paths-demo
+.PHONY: help setup demo table1-proxy paths test test-slow test-gpu gpu-check check docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,6 +21,10 @@ demo: $(READY) ## train a small model for a few minutes on this CPU, evaluate it
 table1-proxy: $(READY) ## train all rows of the paper's Table 1 at a size for a CPU, and report; continues where it was stopped
 	$(BIN)/python scripts/table1.py experiment=proxy runs=$(GRID) $(SETTINGS)
 	$(BIN)/python scripts/report.py $(GRID)/*/ out=$(GRID)-report
+
+paths: $(READY) ## train every residual path at demo size, and report them by loss, compute and time; continues where it was stopped
+	$(BIN)/python train.py -m experiment=demo 'path=glob(*)' runs=$(PATHS) $(SETTINGS)
+	$(BIN)/python scripts/report.py $(PATHS)/*/ out=$(PATHS)-report
 
 test: $(READY) ## the tests, two at a time, in some minutes
 	$(TEST) $(TWO)

@@ -10,6 +10,7 @@ import pytest
 from lrattnres.commands import COMMANDS, main
 from lrattnres.commands.composing import composed
 from lrattnres.config import ConfigError
+from lrattnres.residual.base import paths
 from tests.paths import CONFIGS, ROOT
 from tests.test_cli import ENVIRONMENT
 
@@ -53,6 +54,11 @@ def test_help_tells_usage_and_settings(said, name: str, option: str) -> None:
         (["cost", "gird=table1"], "gird=table1: no such key"),
         (["cost", "grid=table2"], "grid=table2: must be one of table1 or null"),
         (["cost", "grid=table1", "model.rank=3"], "model.rank=3: the rows of the grid decide"),
+        (["cost", "grid=table1", "paths=all"], "grid=table1 paths=all: they are two tables"),
+        (
+            ["cost", "paths=all", "path=hc"],
+            "path=hc: every path has a row of its own; leave it out",
+        ),
         (
             ["cost", "experiment=dem0"],
             "experiment=dem0: must be one of demo, finetune, paper, proxy; did you mean demo?",
@@ -112,6 +118,14 @@ def test_a_script_is_the_command_in_a_clone_that_is_not_installed(said, tmp_path
     )
     assert script.returncode == 0 and script.stdout == said("cost", *words)[1], script.stderr
     assert "rank 4" in script.stdout and "1.7013% of the core" in script.stdout
+
+
+def test_the_costs_of_all_paths_at_the_papers_size(said) -> None:
+    code, shown, _ = said("cost", "paths=all", "model.rank=64", "model.blocks=null")
+    lines = {cells[1]: cells for cells in map(str.split, shown.splitlines()[1:])}
+    assert code == 0 and lines.keys() == paths().keys()
+    for name, added in (("mudd", "2,405,445"), ("svformer", "-24,117,248"), ("s_lr", "3,072")):
+        assert lines[name][0] == paths()[name].start and added in lines[name]
 
 
 def test_the_costs_of_the_grid_are_the_papers(said) -> None:

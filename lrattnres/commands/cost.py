@@ -1,6 +1,6 @@
 """Count what a residual path costs, before anything is trained.
 
-    lrattnres cost [grid=table1] [settings of training]
+    lrattnres cost [grid=table1 | paths=all] [settings of training]
 
 Counted by the path itself (lrattnres/residual/cost.py): multiply-adds, carried values a token and
 parameters of the model. Percentages are of the plain transformer without embedding and head,
@@ -16,7 +16,7 @@ from lrattnres.commands.composing import TABLE1, composed
 from lrattnres.commands.running import command, table
 from lrattnres.config import ConfigError, TrainConfig, option
 from lrattnres.config.checks import DTYPES
-from lrattnres.residual.base import path_of
+from lrattnres.residual.base import path_of, paths
 from lrattnres.residual.cost import Cost, cost
 from lrattnres.residual.plan import named
 
@@ -31,10 +31,18 @@ class Grid(Enum):
     table1 = "table1"
 
 
+class Paths(Enum):
+    all = "all"
+
+
 @dataclass
 class CostConfig:
     grid: Grid | None = option(
         "table1: every row of the paper's Table 1, at the size of the settings; null: one model",
+        None,
+    )
+    paths: Paths | None = option(
+        "all: every residual path with its own defaults, at the size of the settings; null: one",
         None,
     )
 
@@ -65,10 +73,10 @@ def description(config: TrainConfig) -> str:
 
 
 def row(name: str, config: TrainConfig) -> tuple[str, ...]:
-    """One line of the grid's table, under HEADS."""
+    """One line of a table, under HEADS."""
     model, (price, cached) = config.model, priced(config)
     return (
-        name[:2],
+        name,
         model.residual,
         named(model.blocks) if path_of(model).attends else "",
         str(model.rank or ""),
@@ -81,18 +89,36 @@ def row(name: str, config: TrainConfig) -> tuple[str, ...]:
 
 
 def run(config: CostConfig, words: list[str]) -> None:
-    """The grid, or one configuration."""
-    if config.grid is None:
+    """The grid, every path, or one configuration."""
+    if config.grid is not None and config.paths is not None:
+        raise ConfigError(["grid=table1 paths=all: they are two tables; write one of them"])
+    heads = HEADS
+    if config.paths is not None:
+        heads = ("start", *HEADS[1:])
+        rows = [path_row(name, words) for name in paths()]
+    elif config.grid is not None:
+        refuse(words, DECIDED, "the rows of the grid decide that")
+        rows = [
+            row(name[:2], composed([*words, f"+table1={name}"], name="cost", device="cpu"))
+            for name in TABLE1
+        ]
+    else:
         print(description(composed(words, name="cost", device="cpu")))
         return
-    fixed = [word for word in words if word.lstrip("+").startswith(DECIDED)]
-    if fixed:
-        raise ConfigError([f"{', '.join(fixed)}: the rows of the grid decide that; leave it out"])
-    rows = (
-        row(name, composed([*words, f"+table1={name}"], name="cost", device="cpu"))
-        for name in TABLE1
-    )
-    print(table([HEADS, *rows]))
+    print(table([heads, *rows]))
+
+
+def path_row(name: str, words: list[str]) -> tuple[str, ...]:
+    """The line of a residual path; the first column says how its start is to the baseline's."""
+    refuse(words, ("model.residual=", "path=", "model.path."), "every path has a row of its own")
+    config = composed([*words, f"model.residual={name}"], name="cost", device="cpu")
+    return row(paths()[name].start, config)
+
+
+def refuse(words: list[str], decided: tuple[str, ...], why: str) -> None:
+    """Raises ConfigError if one of the settings is among those that a table decides."""
+    if fixed := [word for word in words if word.lstrip("+").startswith(decided)]:
+        raise ConfigError([f"{', '.join(fixed)}: {why}; leave it out"])
 
 
 def main() -> None:

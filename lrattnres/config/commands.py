@@ -137,7 +137,13 @@ class ExportConfig:
 class VariantConfig:
     residual: str = option("residual path of the new model: a row of the table in docs/paths.md")
     rank: int | None = option("width r of a routing key, where the path has one of its own", None)
-    blocks: int | None = option("number N of depth blocks; null: every sub-layer is a source", None)
+    blocks: Any = option(
+        "number N of depth blocks, or how many sub-layers each has; null: every sub-layer is a "
+        "source",
+        None,
+        kind=int | list[int] | None,
+    )
+    path: dict[str, Any] = option("settings of the residual path of its own", dict)
     routing: Routing | None = option("how the mixture is used; null: as published", None)
     gate: bool = option("a gate for each read, zero at the start (model.gate of a run)", False)
 

@@ -89,6 +89,11 @@ def convert(config: ConvertConfig, say: Callable[[str], None] = print) -> Path:
     for note in given.notes:
         say(note)
     target = _target(config, given.model)
+    if path_of(target).begins(target) == "other":
+        say(
+            f"model.residual={target.residual} does not begin as the given model: its loss is "
+            "another one until it is trained"
+        )
     with new_folder(config.out) as path:
         model = build_model(
             target,
@@ -221,12 +226,17 @@ def _target(config: ConvertConfig, given: ModelConfig) -> ModelConfig:
     chosen = {
         name: getattr(variant, name) for name in ("residual", "rank", "blocks", "routing", "gate")
     }
-    target = dataclasses.replace(given, **chosen, depth=DepthConfig(), path={})
+    target = dataclasses.replace(given, **chosen, depth=DepthConfig(), path=variant.path)
     if variant.residual not in paths():
         errors.append(f"model.residual={variant.residual}: must be one of {', '.join(paths())}")
     else:
         path = path_of(target)
         errors += path.errors(target)
+        if any(path.value_site(target, site) != site for site in range(0, 2 * target.layers, 2)):
+            errors.append(
+                f"model.residual={variant.residual}: has no place for the values of every block, "
+                "so it cannot begin as the given model; write another path"
+            )
         errors += [
             f"model.{name}={value}: has no meaning for model.residual={variant.residual}; leave it out"
             for name, value in chosen.items()

@@ -20,7 +20,7 @@ from lrattnres.report.figures import (
     loss_differences,
 )
 from lrattnres.report.heatmaps import coefficient_maps, heatmaps
-from lrattnres.report.measured import sharpness, speed
+from lrattnres.report.measured import ranking, sharpness, speed
 from lrattnres.report.page import Part, Section, html_page, markdown_page
 from lrattnres.report.read import ReportError, Run, find_runs
 from lrattnres.report.tables import MISSING, Table, other_runs, run_list, table1, table2
@@ -79,7 +79,7 @@ def _overview(groups: list[Group], unfinished: list[Run], errors: list[str]) -> 
 
 
 def _section(group: Group) -> Section:
-    tables: Sequence[Table | None] = (table1(group), other_runs(group))
+    tables: Sequence[Table | None] = (ranking(group), table1(group), other_runs(group))
     pictures: Sequence[Picture | None] = (
         loss_against_cost(group),
         loss_curves(group),

@@ -17,6 +17,7 @@ from lrattnres.config import ConfigError, ModelConfig, defaults, flatten, parse
 from lrattnres.report.paper import PaperRow, row_of
 from lrattnres.report.read import DEFAULTS, SCHEMA, Run
 from lrattnres.residual.base import ResidualPath, path_of, paths
+from lrattnres.residual.plan import named
 
 # Settings of the model that a residual path may or may not use.
 SHARED = frozenset({"rank", "blocks", "routing", "gate", "depth"})
@@ -53,7 +54,7 @@ class Choice:
     """
 
     residual: str
-    blocks: int | None
+    blocks: int | tuple[int, ...] | None
     rank: int | None
     routing: str | None
     others: tuple[tuple[str, Any], ...]
@@ -86,16 +87,21 @@ def is_plain(residual: str) -> bool:
     return residual in paths() and paths()[residual].plain
 
 
-def granularity(residual: str, blocks: int | None) -> list[str]:
+def granularity(residual: str, blocks: int | tuple[int, ...] | None) -> list[str]:
     """The depth blocks in short: ["N=4"], ["full"], or [] for a path that has none.
 
     Args:
         residual: Name of the path.
-        blocks: Number of depth blocks; None: full, or not used by the path.
+        blocks: Number of depth blocks, or their sizes; None: full, or not used by the path.
     """
     if blocks:
-        return [f"N={blocks}"]
+        return [f"N={named(blocks)}"]
     return ["full"] if residual in paths() and "blocks" in paths()[residual].uses else []
+
+
+def blocks_of(blocks: int | tuple[int, ...] | None) -> int:
+    """How many depth blocks there are; 0 for None."""
+    return len(blocks) if isinstance(blocks, tuple) else blocks or 0
 
 
 @dataclass(frozen=True)
@@ -208,6 +214,7 @@ def choice_of(run: Run) -> Choice:
         usual |= flatten(defaults(path.Options), "model.path.")
         rank = rank if "rank" in used else None
         blocks = blocks if "blocks" in used and blocks != 2 * settings["model.layers"] else None
+        blocks = tuple(blocks) if isinstance(blocks, list) else blocks
         routing = path.other_routing(routing)
     others = tuple(
         (key, _hashable(settings[key]))
@@ -349,7 +356,7 @@ def _fill(group: Group) -> list[str]:
 def _order(choice: Choice) -> tuple[Any, ...]:
     names = list(paths())
     place = names.index(choice.residual) if choice.residual in names else len(names)
-    return place, choice.blocks or 0, choice.rank or 0, len(choice.others), str(choice)
+    return place, blocks_of(choice.blocks), choice.rank or 0, len(choice.others), str(choice)
 
 
 def _differences(first: Group, other: Group) -> list[str]:

@@ -22,7 +22,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from lrattnres.report.compare import Entry, Group, granularity, is_plain
+from lrattnres.report.compare import Entry, Group, blocks_of, granularity, is_plain
 from lrattnres.report.measured import held_out, per_site
 from lrattnres.report.paper import SHARPNESS, TABLE1
 from lrattnres.report.read import finite
@@ -373,7 +373,7 @@ def _scatter(panel: Any, rows: Sequence[tuple[Any, ...]], colors: Mapping[str, A
     """
     order = list(colors)
     for _, residual, blocks, _, percent, loss, spread in sorted(
-        rows, key=lambda row: (order.index(row[1]), row[2] or 99)
+        rows, key=lambda row: (order.index(row[1]), blocks_of(row[2]) or 99)
     ):
         style = colors[residual]
         marker = "*" if is_plain(residual) else MARKERS.get(blocks, "P")

@@ -13,7 +13,14 @@ from lrattnres.config import ConfigError, TrainConfig, leaf_of, parse
 from lrattnres.report.compare import Entry, Group, model_of
 from lrattnres.report.paper import SHARPNESS
 from lrattnres.report.read import DEFAULTS, SCHEMA, Run, finite
-from lrattnres.report.tables import MISSING, Table, number
+from lrattnres.report.tables import (
+    MISSING,
+    Table,
+    added_percent,
+    differences,
+    mean_and_spread,
+    number,
+)
 from lrattnres.training.memory import GB, estimate_memory
 
 
@@ -90,6 +97,50 @@ def sharpness(group: Group) -> Table:
     return Table(
         f"{group.name}_sharpness", "Largest α, averaged over tokens", columns, rows, tuple(notes)
     )
+
+
+def ranking(group: Group) -> Table:
+    """Every residual path of a group by held-out loss, with its place by compute and by time."""
+    rates = {entry.label: _median(entry, "tokens_per_second") for entry in group.entries}
+    base = rates[group.plain.label] if group.plain else None
+    losses, percents, times = {}, {}, {}
+    for entry in group.entries:
+        name, rate = entry.label, rates[entry.label]
+        losses[name] = statistics.fmean(entry.losses.values())
+        percents[name] = added_percent(entry.runs[0])
+        times[name] = base / rate if base and rate else None
+    orders = [_places(figures) for figures in (losses, percents, times)]
+    by_loss, by_compute, by_time = orders
+    rows: list[tuple[str, ...]] = []
+    for entry in sorted(group.entries, key=lambda entry: by_loss.get(entry.label, math.inf)):
+        name, percent, time = entry.label, percents[entry.label], times[entry.label]
+        rows.append(
+            (
+                name,
+                number(losses[name]),
+                mean_and_spread(differences(entry, group), signed=True)[0],
+                MISSING if percent is None else f"{percent:.4f}",
+                MISSING if time is None else f"{time:.3f}",
+                *(str(places.get(name, MISSING)) for places in (by_loss, by_compute, by_time)),
+                str(len(entry.runs)),
+            )
+        )
+    columns = (
+        *("run", "loss", "difference", "added FLOPs, %", "time of a token"),
+        *("place by loss", "by compute", "by time", "seeds"),
+    )
+    notes = (
+        "Sorted by loss. The difference is to the baseline, as a mean over the seeds that both "
+        "have. The time of a token of training is that of the baseline where it says 1; see the "
+        "table of throughput for the machines.",
+    )
+    return Table(f"{group.name}_ranking", "All runs by held-out loss", columns, rows, notes)
+
+
+def _places(figures: Mapping[str, float | None]) -> dict[str, int]:
+    """From 1 for the smallest number; what has none, or none that is finite, has no place."""
+    known = {name: x for name, x in figures.items() if x is not None and math.isfinite(x)}
+    return {name: 1 + sum(y < x for y in known.values()) for name, x in known.items()}
 
 
 def speed(group: Group) -> Table:

@@ -186,6 +186,15 @@ class Ablated(AttentionResiduals):
         return state.stream + self.gates[site - 1].to(mixture.dtype) * step
 
     @classmethod
+    def begins(cls, config: ModelConfig) -> str:
+        depth = config.depth
+        if config.gate:
+            return "bits"
+        same = depth.embedding_source and depth.sources is Sources.outputs and not depth.query_std
+        whole = depth.window is None and depth.block_scale is BlockScale.sum
+        return super().begins(config) if same and whole else "other"
+
+    @classmethod
     def streams(cls, config: ModelConfig) -> bool:
         return super().streams(config) or plan_of(config).states or config.gate
 

@@ -115,7 +115,7 @@ class ResidualPath(nn.Module):
         Options: frozen dataclass of its own settings, `model.path.*`.
         uses: which of the settings `rank`, `blocks`, `routing`, `gate` and `depth` mean something
             to it.
-        start: how a new model compares with its baseline: "bits" (equal logits), "scaled" (every
+        start: with its defaults, how a new model compares with its baseline: "bits" (equal logits), "scaled" (every
             read is the
             baseline's times a number, which the norm takes away but for its epsilon) or "other".
         linear: whether h is a sum of the outputs with one number each, given the weights of a
@@ -227,6 +227,11 @@ class ResidualPath(nn.Module):
             ConfigError: with every unknown key, wrong type and value out of bounds.
         """
         return parse_options(cls.Options, config.path, "model.path")
+
+    @classmethod
+    def begins(cls, config: ModelConfig) -> str:
+        """`start` of a model with these settings."""
+        return cls.start
 
     @classmethod
     def value_site(cls, config: ModelConfig, site: int) -> int:

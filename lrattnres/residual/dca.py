@@ -143,6 +143,10 @@ class DeepCrossAttention(ResidualPath):
             )
 
     @classmethod
+    def begins(cls, config: ModelConfig) -> str:
+        return "other" if cls.options_of(config).version == 3 else "scaled"
+
+    @classmethod
     def shapes(cls, config: ModelConfig) -> dict[int, tuple[int, int]]:
         """Ways and sources of each block, counted from 1, and of the head."""
         options, layers = cls.options_of(config), config.layers

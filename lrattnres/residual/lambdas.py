@@ -108,6 +108,12 @@ class Lambdas(ResidualPath):
         return state.stream
 
     @classmethod
+    def begins(cls, config: ModelConfig) -> str:
+        options = cls.options_of(config)
+        neutral = options.start is Begin.neutral and not options.norm_embedding
+        return "bits" if neutral else "other"
+
+    @classmethod
     def weights_of(cls, config: ModelConfig) -> dict[str, int]:
         """Its parameters and how many numbers each has."""
         options, layers = cls.options_of(config), config.layers

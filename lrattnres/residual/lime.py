@@ -86,6 +86,10 @@ class LIMe(ResidualPath):
         return state.stream
 
     @classmethod
+    def begins(cls, config: ModelConfig) -> str:
+        return "bits" if cls.options_of(config).start is Begin.neutral else "other"
+
+    @classmethod
     def roles(cls, config: ModelConfig) -> dict[str, Role]:
         neutral = cls.options_of(config).start is Begin.neutral
 

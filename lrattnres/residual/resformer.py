@@ -96,6 +96,10 @@ class ResFormer(ValueResidual):
         return key, (first * wide(state.values) + own * wide(value)).to(value.dtype)
 
     @classmethod
+    def begins(cls, config: ModelConfig) -> str:
+        return "bits" if cls.options_of(config).start is Begin.neutral else "other"
+
+    @classmethod
     def mixing(cls, config: ModelConfig) -> list[int]:
         """The blocks that mix, counted from 1."""
         sparse = cls.options_of(config).sparse

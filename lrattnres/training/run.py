@@ -487,7 +487,7 @@ def _opening(
     parameters = sum(parameter.numel() for parameter in model.parameters())
     facts = {
         "run": folder.path,
-        "residual": f"{depth}: {price.added_percent:.4f}% more compute than the plain core",
+        "residual": f"{depth}: {price.added_percent:+.4f}% of the plain core's compute",
         "model": f"{shape.layers} blocks of width {shape.dim}, {parameters:,} parameters",
         "data": dataset.description,
         "batch": f"{config.global_batch} x {shape.context} tokens a step, {config.steps:,} steps",

@@ -120,6 +120,43 @@ def test_any_variant_begins_as_the_model_and_with_the_gate_whatever_the_queries(
     torch.testing.assert_close(logits(gated, tokens), logits(model, tokens), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["hc"],
+        ["mudd"],
+        ["lambdas", "model.path.unet=true"],
+        ["resformer", "model.path.start=neutral"],
+        ["lime", "model.path.start=neutral"],
+        ["dca", "model.path.version=2"],
+        ["laurel", "model.rank=4"],
+        ["attn_res", "model.blocks=[1,2,3]"],
+    ],
+    ids=" ".join,
+)
+def test_any_path_that_starts_as_the_baseline_begins_as_the_model(
+    models, tmp_path, words, capsys
+) -> None:
+    folder, tokens, expected = models["qwen3_tied"]
+    model = converted(folder, tmp_path / "out", f"model.residual={words[0]}", *words[1:])
+    bits = type(model.router).begins(model.config) == "bits"
+    torch.testing.assert_close(
+        logits(model, tokens), expected, atol=1e-4 if bits else 2e-3, rtol=1e-3
+    )
+    assert "does not begin" not in capsys.readouterr().out
+
+
+def test_a_path_that_starts_otherwise_is_said_and_one_without_a_place_is_refused(
+    models, tmp_path, capsys
+) -> None:
+    folder, tokens, expected = models["qwen3_tied"]
+    model = converted(folder, tmp_path / "out", "model.residual=highway")
+    assert "model.residual=highway does not begin as the given model" in capsys.readouterr().out
+    assert (logits(model, tokens) - expected).abs().max() > 0.1
+    with pytest.raises(ConfigError, match="svformer: has no place for the values of every block"):
+        converted(folder, tmp_path / "other", "model.residual=svformer")
+
+
 def test_a_gate_learns_and_opens_the_queries(models, tmp_path: Path) -> None:
     folder, tokens, _ = models["llama"]
     model = converted(folder, tmp_path / "out", "model.residual=delta", "model.gate=true")

@@ -23,7 +23,7 @@ from lrattnres.report.build import build_report
 from lrattnres.report.compare import compare
 from lrattnres.report.figures import loss_against_cost, loss_differences
 from lrattnres.report.heatmaps import coefficient_maps, heatmaps
-from lrattnres.report.measured import sharpness, speed
+from lrattnres.report.measured import ranking, sharpness, speed
 from lrattnres.report.page import Section, markdown_page
 from lrattnres.report.paper import TABLE1, row_of
 from lrattnres.report.read import DEFAULTS, ReportError, Run, find_runs
@@ -400,6 +400,15 @@ def test_any_path_has_its_rows_and_its_own_settings_tell_rows_apart(
             assert of[label]["added FLOPs, %"] == f"{100 * weights * DIM / core:.4f}"
         assert of["denseformer"]["loss"] == "1.6000" and of["denseformer"]["seeds"] == "0, 1"
         assert of["hydra gate=True path.streams=4"]["added parameters"] == "—"
+        sorted_runs = [
+            dict(zip(ranking(group).columns, row, strict=True)) for row in ranking(group).rows
+        ]
+        losses = ["1.6000", "1.6000", "1.8000", "1.9000", "2.0000"]
+        assert [row["loss"] for row in sorted_runs] == losses
+        assert [row["place by loss"] for row in sorted_runs] == ["1", "1", "3", "4", "5"]
+        places = {row["run"]: row["by compute"] for row in sorted_runs}
+        assert places["01 baseline"] == "1" and places["denseformer path.dilation=2"] == "3"
+        assert places["denseformer"] == "4" and places["hydra gate=True path.streams=4"] == "—"
         picture = coefficient_maps(group)
         assert {row[0] for row in picture.rows} == {"hydra gate=True path.streams=4, seed 0"}
         assert "no sum of the outputs with one number each: twisted." in picture.caption
