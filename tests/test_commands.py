@@ -11,7 +11,7 @@ from lrattnres.commands import COMMANDS, main
 from lrattnres.commands.composing import composed
 from lrattnres.config import ConfigError
 from tests.paths import CONFIGS, ROOT
-from tests.test_cli import ENVIRONMENT
+from tests.programs import ENVIRONMENT
 
 COMPOSED = {"train", "eval", "tokenize"}  # by Hydra, whose help is its own
 
@@ -53,7 +53,10 @@ def test_help_tells_usage_and_settings(said, name: str, option: str) -> None:
         (["cost", "gird=table1"], "gird=table1: no such key"),
         (["cost", "grid=table2"], "grid=table2: must be one of table1 or null"),
         (["cost", "grid=table1", "model.rank=3"], "model.rank=3: the rows of the grid decide"),
-        (["cost", "experiment=dem0"], "experiment=dem0: must be one of demo, finetune, paper, proxy; did you mean demo?"),
+        (
+            ["cost", "experiment=dem0"],
+            "experiment=dem0: must be one of demo, finetune, paper, proxy; did you mean demo?",
+        ),
         (["cost", "demo"], "demo: must be key=value"),
         (["estimate", "gpu=H1000"], "gpu=H1000: must be one of A100, H100"),
         (["estimate", "gpus=0"], "gpus=0: must be between 1 and"),
