@@ -17,6 +17,7 @@ import torch
 from lrattnres.config import ConfigError, parse_options
 from lrattnres.residual.base import paths
 from tests.paths import ROOT
+from tests.programs import ENVIRONMENT, run
 from tests.test_cli import assert_equal_runs, tensors
 
 PAGE = (ROOT / "docs" / "add_a_path.md").read_text()
@@ -168,14 +169,11 @@ def test_a_path_in_a_folder_of_its_own_needs_no_other_edit(texts: Path, tmp_path
         ["scripts/report.py", "runs", "out=report"],
         ["scripts/cost.py", "experiment=demo", "model.residual=again", *model],
     ]
-    environment = os.environ | {"LRATTNRES_PATHS": "my_paths", "PYTHONPATH": str(ROOT)}
-    process = subprocess.run(
-        [sys.executable, "-c", DRIVER, str(ROOT), json.dumps(commands)],
+    process = run(
+        *("-c", DRIVER, ROOT, json.dumps(commands)),
         cwd=tmp_path,
-        env=environment | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"},
-        stdout=subprocess.PIPE,
+        env=ENVIRONMENT | {"LRATTNRES_PATHS": "my_paths", "PYTHONPATH": str(ROOT)},
         stderr=subprocess.STDOUT,
-        text=True,
         timeout=240,
     )
     told = process.stdout

@@ -1,7 +1,9 @@
-"""The commands of the README, as processes of their own: killed, signalled, continued, swept, refused."""
+"""The commands of the README, as processes of their own: killed, signalled, continued, swept, refused.
+
+One training and one evaluation have an interpreter of their own; what the others write is the same.
+"""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -17,20 +19,22 @@ from lrattnres.runs.checkpoint import Checkpoints
 from lrattnres.runs.folder import RunFolder
 from lrattnres.runs.metrics import MetricsFile
 from tests.paths import ROOT
+from tests.programs import ENVIRONMENT, Program
 
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 
-
-def start(script: str, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(ROOT / script), *arguments]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT
+def start(script: str, *arguments: str, interpreter: bool = False) -> subprocess.Popen[str]:
+    """`python SCRIPT arguments`; with an interpreter of its own, or at once (tests/programs.py)."""
+    words, begin = [str(ROOT / script), *arguments], Program
+    if interpreter:
+        words, begin = [sys.executable, *words], subprocess.Popen
+    return begin(
+        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT
     )
 
 
-def run(script: str, *arguments: str, code: int = 0, limit: float = 240) -> str:
-    process = start(script, *arguments)
-    output = process.communicate(timeout=limit)[0]
+def run(script: str, *arguments: str, code: int = 0, interpreter: bool = False) -> str:
+    process = start(script, *arguments, interpreter=interpreter)
+    output = process.communicate(timeout=240)[0]
     assert process.returncode == code, output
     return output
 
@@ -86,7 +90,7 @@ SLOW = [
 @pytest.mark.parametrize("residual", ["s_lr", *SLOW])
 def test_two_kills_change_nothing(tiny_run, tmp_path: Path, residual: str) -> None:
     settings = tiny_run(f"model.residual={residual}")
-    straight = run("train.py", *settings, "name=straight")
+    straight = run("train.py", *settings, "name=straight", interpreter=True)
     assert "finished at step 40" in straight
     cut = tmp_path / "runs" / "cut"
     for step in (7, 23):
@@ -198,7 +202,7 @@ def test_evaluation_needs_the_folder_only_and_repeats_itself(tiny_run, tmp_path:
     )
     folder = tmp_path / "runs" / "run"
     trained = json.loads((folder / "summary.json").read_text())
-    first = run("eval.py", f"run={folder}", "threads=1")
+    first = run("eval.py", f"run={folder}", "threads=1", interpreter=True)
     record = json.loads((folder / "evaluation" / "step_000040.json").read_text())
     assert record["val_loss"] == trained["val_loss"] and record["val_tokens"] == 500
     assert run("eval.py", f"run={folder}", "threads=1") == first
@@ -301,7 +305,8 @@ def test_faults_are_refused_before_any_data_is_touched(tmp_path: Path) -> None:
     assert "global_batch=16" in small and not (tmp_path / "runs").exists()
     if not torch.cuda.is_available():
         begin = time.monotonic()
-        assert "experiment=demo" in run("train.py", "model.residual=s_lr", "model.rank=64", code=2)
+        words = ("model.residual=s_lr", "model.rank=64")
+        assert "experiment=demo" in run("train.py", *words, code=2, interpreter=True)
         assert time.monotonic() - begin < 30
 
 

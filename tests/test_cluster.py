@@ -3,8 +3,6 @@
 import csv
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +10,10 @@ import pytest
 from lrattnres.entry import folder_name
 from lrattnres.runs.sweep import STATES, statuses, write_status
 from lrattnres.training.signals import requeue
+from tests import programs
 from tests.paths import ROOT
-from tests.test_cli import ENVIRONMENT, run, start, wait_for_step
+from tests.programs import ENVIRONMENT
+from tests.test_cli import run, start, wait_for_step
 
 
 def rows(runs: Path) -> dict[str, dict[str, str]]:
@@ -51,12 +51,7 @@ def test_a_sweep_goes_on_after_failures_and_tells_what_became_of_each_run(
         else:
             assert float(row["val_loss"]) > 0 and row["step"] == "10"
             finished = (runs / name / "metrics.jsonl").stat().st_mtime_ns
-    shown = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "sweep_status.py", runs],
-        capture_output=True,
-        text=True,
-        env=ENVIRONMENT,
-    )
+    shown = programs.run(ROOT / "scripts" / "sweep_status.py", runs)
     assert shown.returncode == 1 and "2 refused" in shown.stdout and "1 finished" in shown.stdout
 
     run("train.py", *sweep, code=1)  # the finished one is left alone
@@ -99,14 +94,7 @@ def test_what_would_be_submitted_is_printed(tmp_path: Path) -> None:
         f"runs={tmp_path}/runs",
     ]
     environment = ENVIRONMENT | {"PATH": "/usr/bin:/bin"}
-    shown = subprocess.run(
-        [sys.executable, script, *settings],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=tmp_path,
-        timeout=120,
-    )
+    shown = programs.run(script, *settings, env=environment, cwd=tmp_path, timeout=120)
     assert shown.returncode == 0, shown.stderr
     lines = shown.stdout.splitlines()
     wanted = [

@@ -12,7 +12,7 @@ from lrattnres.commands.composing import composed
 from lrattnres.config import ConfigError
 from lrattnres.residual.base import paths
 from tests.paths import CONFIGS, ROOT
-from tests.test_cli import ENVIRONMENT
+from tests.programs import ENVIRONMENT
 
 COMPOSED = {"train", "eval", "tokenize"}  # by Hydra, whose help is its own
 

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,14 +9,13 @@ import torch
 
 import lrattnres
 from tests.paths import ROOT
+from tests.programs import run
 
 RECORDED = ROOT / "tests" / "recorded" / "version_0_1"
 
 
 def command(folder: Path, script: str, *words: str) -> str:
-    found = subprocess.run(
-        [sys.executable, str(ROOT / script), *words], cwd=folder, capture_output=True, text=True
-    )
+    found = run(ROOT / script, *words, cwd=folder)
     assert found.returncode == 0, found.stdout + found.stderr
     return found.stdout
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from lrattnres.commands.running import command
 from lrattnres.config import ConfigError, option
-from lrattnres.report.build import PAGE, build_report
 from lrattnres.report.read import ReportError
 from lrattnres.runs.folder import RunError
 
@@ -30,6 +29,8 @@ def run(config: ReportConfig) -> None:
     if not config.runs or not config.out:
         empty = "runs" if not config.runs else "out"
         raise ConfigError([f"{empty}: not set; usage: lrattnres report RUNFOLDER... [out=report]"])
+    from lrattnres.report.build import PAGE, build_report  # it draws: not for --help
+
     out = Path(config.out)
     try:
         notes = build_report([Path(folder) for folder in config.runs], out)

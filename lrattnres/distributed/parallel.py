@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+import torch._dynamo.config as dynamo
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -104,7 +105,11 @@ def _full(model: Transformer) -> None:
 
 
 def _compile_regions(model: Transformer) -> None:
-    """Their `forward` alone: the hooks that gather and free shards stay outside of the code."""
+    """Their `forward` alone: the hooks that gather and free shards stay outside of the code.
+
+    Where attention takes keys and values of all blocks before, each block has code of its own.
+    """
+    dynamo.recompile_limit = max(dynamo.recompile_limit, len(model.sublayers))
     for sublayer in model.sublayers:
         sublayer.forward = torch.compile(sublayer.forward, fullgraph=True)
 

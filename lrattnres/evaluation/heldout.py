@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchmetrics import SumMetric
 
 from lrattnres.data.packing import IGNORE
 from lrattnres.data.tokenizers import Tokenizer
@@ -88,6 +87,8 @@ def evaluate(
 
 def _total(values: Tensor) -> float:
     """The sum, added one after the other: padding at the end changes no digit."""
+    from torchmetrics import SumMetric  # takes seconds, which a refusal need not wait for
+
     metric = SumMetric(nan_strategy="disable", sync_on_compute=False).set_dtype(torch.float64)
     for value in values:
         metric.update(value)

@@ -5,7 +5,6 @@ emit_dim].
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -15,9 +14,7 @@ from torch import Tensor, nn
 from lrattnres.config import ModelConfig, QKNorm, RopeKind, RopeScaling
 from lrattnres.kernels.reference import rms_norm
 from lrattnres.model.attention import AttentionBackend, Mask
-from lrattnres.residual.base import Raw, Read
-
-Change = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
+from lrattnres.residual.base import Change, Raw, Read
 
 
 class Context(NamedTuple):
@@ -155,8 +152,7 @@ class Attention(nn.Module):
             read: what it reads, [B, T, d].
             context: the mask and the rotary angles.
             change: what the residual path makes of the raw keys and values, each [B, T, heads,
-                head_dim]; if it is
-                given, these are returned too.
+                head_dim]; if it is given, these are returned too.
         """
         query, key, *values = self.project(read)
         value = values[0] if values else None

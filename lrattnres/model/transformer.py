@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -90,9 +89,8 @@ class Transformer(nn.Module):
         """Sub-layer `site` reads and writes: the whole body of the loop, and what checkpointing can
         make again.
         """
-        change = partial(path.keys_values, state, site) if path.keeps else None
         read = path.read(state, site).to(self.dtype)
-        output, raw = self.sublayers[site](read, context, change)
+        output, raw = self.sublayers[site](read, context, path.change(state, site))
         return path.write(state, site, output, raw)
 
     def last_read(self, path: ResidualPath, state: State) -> Tensor:

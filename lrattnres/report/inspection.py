@@ -13,7 +13,6 @@ from lrattnres.config.commands import InspectConfig
 from lrattnres.evaluation.load import Loaded, load_run
 from lrattnres.evaluation.reads import reads_record
 from lrattnres.evaluation.run import results_folder
-from lrattnres.report.reads import mean_heatmap, token_heatmap
 from lrattnres.runs.files import to_json, write_atomic
 
 PANELS = 6  # sites of the picture over tokens, unless some are named
@@ -57,6 +56,8 @@ def inspect_run(config: InspectConfig, source: TextIO) -> Path:
     write_atomic(out / "reads.json", to_json(record) + "\n")
     title = f"{run.folder.path.name}, step {run.source.step}"
     part = f"tokens {shown.start} to {shown.stop - 1} of {len(tokens)}"
+    from lrattnres.report.reads import mean_heatmap, token_heatmap  # not before there is a model
+
     token_heatmap(record, sites, shown, f"{title}: {part}", out / "tokens.png")
     mean_heatmap(record, f"{title}: mean over {len(tokens)} tokens", out / "sites.png")
     what = "α" if run.model.router.attends else "coefficients"

@@ -1,15 +1,20 @@
-"""The pictures that training and evaluation leave in a run folder."""
+"""The pictures that training and evaluation leave in a run folder.
+
+What draws them is imported where there is something to draw: it takes a second, and a command that
+is refused draws nothing.
+"""
 
 from __future__ import annotations
 
 from lrattnres.evaluation.run import Evaluation
-from lrattnres.report.plots import coefficient_heatmap, depth_heatmap, loss_curve, site_curves
 from lrattnres.runs.folder import RunFolder
 from lrattnres.runs.metrics import MetricsFile
 
 
 def draw_training(folder: RunFolder) -> None:
     """Draws plots/loss.png from metrics.jsonl."""
+    from lrattnres.report.plots import loss_curve
+
     path = folder.plots_path / "loss.png"
     loss_curve(MetricsFile.read(folder.metrics_path), folder.path.name, path)
     print(f"loss curve: {path}")
@@ -24,6 +29,8 @@ def draw_diagnostics(evaluation: Evaluation) -> None:
     diagnostics, folder = evaluation.diagnostics, evaluation.folder
     if diagnostics is None:
         return
+    from lrattnres.report.plots import coefficient_heatmap, depth_heatmap, site_curves
+
     title = f"{folder.path.name}, step {evaluation.step}"
     if any(diagnostics["mean_weight"]):
         depth_heatmap(diagnostics, title, folder.plots_path / "depth.png")

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torchmetrics.functional import spearman_corrcoef
 
 from lrattnres.report.compare import Entry, Group, model_of
 from lrattnres.report.paper import DIM, TABLE1, TABLE2, PaperNorm, PaperRow
@@ -270,6 +269,8 @@ def _order_of(ours: Mapping[str, Entry]) -> list[str]:
     paper, here = zip(*pairs, strict=True)
     if len(set(here)) < 2:
         return []
+    from torchmetrics.functional import spearman_corrcoef  # takes seconds
+
     rho = float(
         spearman_corrcoef(
             torch.tensor(here, dtype=torch.float64), torch.tensor(paper, dtype=torch.float64)

@@ -43,9 +43,15 @@ from lrattnres.kernels.backends import DepthKernels
 from lrattnres.kernels.reference import rms_norm
 
 Raw = tuple[Tensor, Tensor | None]  # keys and values of an attention; see value_site
+Change = Callable[[Tensor, Tensor | None], Raw]
 State = Any  # a NamedTuple of tensors, or of tuples of them; each path has its own
 Start = Callable[[torch.Size, torch.Generator], Tensor]
 FOLDERS = "LRATTNRES_PATHS"  # environment variable: folders with files of paths, beside this one
+
+
+def unchanged(key: Tensor, value: Tensor | None) -> Raw:
+    """A change of keys and values that is none: for a path that only keeps them."""
+    return key, value
 
 
 class Read(NamedTuple):
@@ -122,7 +128,6 @@ class ResidualPath(nn.Module):
             token.
         plain: whether it is the one that the others are compared with.
         attends: whether a read is a softmax over sources, so that `weights` gives α.
-        keeps: whether `write` wants attention's raw keys and values.
         emit_dim: columns that every output projection writes beyond its d.
         heads: softmaxes of one read.
     """
@@ -133,7 +138,6 @@ class ResidualPath(nn.Module):
     start: ClassVar[str] = "other"
     plain: ClassVar[bool] = False
     attends: ClassVar[bool] = False
-    keeps: ClassVar[bool] = False
     linear: bool = True
     emit_dim: int = 0
     heads: int = 1
@@ -160,8 +164,8 @@ class ResidualPath(nn.Module):
             state: what `read` was given.
             site: which sub-layer, from 0.
             output: [..., d + emit_dim] in the model's dtype.
-            raw: attention's keys and values before any norm, if the path `keeps` them; of an MLP
-                None.
+            raw: attention's keys and values before any norm, if `change` is a function there; of
+                an MLP None.
         """
         raise NotImplementedError
 
@@ -173,20 +177,20 @@ class ResidualPath(nn.Module):
         """What sub-layer `site` takes, or the head at site M: RMSNorm(h)."""
         return Read(rms_norm(self.hidden(state, site), self.eps))
 
-    def keys_values(
-        self, state: State, site: int, key: Tensor, value: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """The keys and values that attention uses in place of its raw ones, if the path `keeps`.
+    def change(self, state: State, site: int) -> Change | None:
+        """What the attention of a site makes of its raw keys and values.
 
         Args:
             state: what `read` was given.
             site: which sub-layer, from 0.
-            key: [B, T, heads, head_dim].
-            value: the same; None where `value_site` is another sub-layer, for then this one makes
-                none.
+
+        Returns:
+            A function of keys and values, [B, T, heads, head_dim] each (values are None where
+            `value_site` is another sub-layer), to those that it attends with. It holds tensors and
+            no numbers that differ between sites, so that compiled sub-layers share their code.
+            None: they stay as they are, and `write` is not given them.
         """
-        assert value is not None
-        return key, value
+        return None
 
     def weights(self, state: State, site: int) -> Tensor | None:
         """α of a read, float32 [..., sources], [..., heads, sources] for several heads; None where

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ from torch import Tensor, nn
 from lrattnres.config import ModelConfig
 from lrattnres.config.schema import option
 from lrattnres.kernels.reference import wide
-from lrattnres.residual.base import Added, Raw, ResidualPath, Role
+from lrattnres.residual.base import Added, Change, Raw, ResidualPath, Role, unchanged
 
 
 class Begin(Enum):
@@ -47,7 +48,7 @@ class State(NamedTuple):
 
 
 class LIMe(ResidualPath):
-    residual, start, keeps = "lime", "other", True
+    residual, start = "lime", "other"
 
     @dataclass(frozen=True)
     class Options:
@@ -73,14 +74,10 @@ class LIMe(ResidualPath):
         assert value is not None
         return state._replace(keys=(*state.keys, key), values=(*state.values, value))
 
-    def keys_values(
-        self, state: State, site: int, key: Tensor, value: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        assert value is not None
-        if site == 0:
-            return key, value
-        weights = self.router[str(site // 2)]
-        return mixture(weights, (*state.keys, key)), mixture(weights, (*state.values, value))
+    def change(self, state: State, site: int) -> Change | None:
+        if site == 0 or site % 2:
+            return unchanged
+        return partial(mixtures, self.router[str(site // 2)], state.keys, state.values)
 
     def hidden(self, state: State, site: int) -> Tensor:
         return state.stream
@@ -114,6 +111,18 @@ class LIMe(ResidualPath):
         yield from super().errors(config)
         if config.layers < 2:
             yield ("model.residual=lime: no block has one before it; write model.layers=2 or more")
+
+
+def mixtures(
+    weights: Tensor,
+    keys: tuple[Tensor, ...],
+    values: tuple[Tensor, ...],
+    key: Tensor,
+    value: Tensor | None,
+) -> Raw:
+    """The keys and values of a block, mixed with those of the blocks before."""
+    assert value is not None
+    return mixture(weights, (*keys, key)), mixture(weights, (*values, value))
 
 
 def mixture(weights: Tensor, blocks: tuple[Tensor, ...]) -> Tensor:

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ from torch import Tensor, nn
 from lrattnres.config import ModelConfig
 from lrattnres.config.schema import option
 from lrattnres.kernels.reference import wide
-from lrattnres.residual.base import Added, Raw, ResidualPath, Role
+from lrattnres.residual.base import Added, Change, Raw, ResidualPath, Role, unchanged
 
 
 class State(NamedTuple):
@@ -42,8 +43,6 @@ class State(NamedTuple):
 
 class ValueResidual(ResidualPath):
     """The baseline's stream, and v_1 beside it."""
-
-    keeps = True
 
     def begin(self, embedding: Tensor) -> State:
         return State(embedding, None)
@@ -59,6 +58,18 @@ class ValueResidual(ResidualPath):
     def value_width(cls, config: ModelConfig) -> int:
         """Width of v_1."""
         return config.value_heads * config.head_width
+
+
+def mixture(first: Tensor, weights: Tensor, key: Tensor, value: Tensor | None) -> Raw:
+    """λ_1 v_1 + λ_2 v in the place of v."""
+    assert value is not None
+    one, own = wide(weights)
+    return key, (one * wide(first) + own * wide(value)).to(value.dtype)
+
+
+def first_values(first: Tensor, key: Tensor, value: Tensor | None) -> Raw:
+    """v_1 in the place of v."""
+    return key, first
 
 
 class Begin(Enum):
@@ -84,16 +95,13 @@ class ResFormer(ValueResidual):
         if self.options.learn:
             self.value_mix = nn.Parameter(torch.zeros(len(self.rows), 2))
 
-    def keys_values(
-        self, state: State, site: int, key: Tensor, value: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        assert value is not None
+    def change(self, state: State, site: int) -> Change | None:
         row = self.rows.get(site // 2 + 1)
         if row is None or state.values is None:
-            return key, value
-        learned = self.options.learn
-        first, own = wide(self.value_mix[row]) if learned else STARTS[self.options.start]
-        return key, (first * wide(state.values) + own * wide(value)).to(value.dtype)
+            return unchanged
+        start = STARTS[self.options.start]
+        weights = self.value_mix[row] if self.options.learn else state.stream.new_tensor(start)
+        return partial(mixture, state.values, weights)
 
     @classmethod
     def begins(cls, config: ModelConfig) -> str:
@@ -139,12 +147,8 @@ class ResFormer(ValueResidual):
 class SVFormer(ValueResidual):
     residual, start = "svformer", "other"
 
-    def keys_values(
-        self, state: State, site: int, key: Tensor, value: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        values = value if state.values is None else state.values
-        assert values is not None
-        return key, values
+    def change(self, state: State, site: int) -> Change | None:
+        return unchanged if state.values is None else partial(first_values, state.values)
 
     @classmethod
     def value_site(cls, config: ModelConfig, site: int) -> int:

@@ -485,9 +485,10 @@ def _opening(
     shape = config.model
     depth = path_of(shape).description(shape)
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    percent, side = price.added_percent, "less" if price.added_percent < 0 else "more"
     facts = {
         "run": folder.path,
-        "residual": f"{depth}: {price.added_percent:+.4f}% of the plain core's compute",
+        "residual": f"{depth}: {abs(percent):.4f}% {side} compute than the plain core",
         "model": f"{shape.layers} blocks of width {shape.dim}, {parameters:,} parameters",
         "data": dataset.description,
         "batch": f"{config.global_batch} x {shape.context} tokens a step, {config.steps:,} steps",

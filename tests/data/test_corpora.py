@@ -5,7 +5,6 @@ import json
 import os
 import random
 import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from lrattnres.data.heldout import held_out_documents
 from lrattnres.data.streams import TrainStreams
 from lrattnres.data.text import content_hash
 from lrattnres.data.tokenizers import build_tokenizer
+from tests.programs import Program
 
 BITING = [
     "<|endoftext|> in a text",
@@ -313,10 +313,7 @@ def test_processes_that_prepare_at_once_do_not_disturb_each_other(tmp_path):
         "print(len(corpus), corpus.fingerprint, corpus.text(399)[:3])"
     )
     running = [
-        subprocess.Popen(
-            [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=tmp_path
-        )
-        for _ in range(3)
+        Program(["-c", program], stdout=subprocess.PIPE, text=True, cwd=tmp_path) for _ in range(3)
     ]
     answers = {process.communicate(timeout=60)[0] for process in running}
     assert len(answers) == 1 and answers.pop().startswith("400 ")

@@ -5,8 +5,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -33,10 +31,10 @@ from lrattnres.data.tokenizers import build_tokenizer
 from lrattnres.data.tokenizing import split_groups, tokenize_corpus
 from tests.data.serving import write_rows
 from tests.paths import ROOT
+from tests.programs import Program
 
 BYTES = build_tokenizer(TokenizerName.bytes)
 CL100K = build_tokenizer(TokenizerName.cl100k_base)
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 
 
 def config(
@@ -113,15 +111,11 @@ def test_any_number_of_workers_and_any_kill_gives_the_same_bytes(folder):
     tokenize_corpus(config(folder, "three", workers=3))
     assert contents(folder / "three") == whole
     command = [
-        sys.executable,
         ROOT / "scripts" / "tokenize_corpus.py",
-        f"data.root={folder}/en",
-        f"out={folder}/killed",
+        *(f"data.root={folder}/en", f"out={folder}/killed", "shard_mb=1", "data.holdout=0.1"),
     ]
     for shards in (1, 2):
-        process = subprocess.Popen(
-            [*command, "shard_mb=1", "data.holdout=0.1"], env=ENVIRONMENT, start_new_session=True
-        )
+        process = Program(command, new_session=True)
         while len(list((folder / "killed").glob("shard_*.tokens"))) < shards:
             assert process.poll() is None
             time.sleep(0.002)

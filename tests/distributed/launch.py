@@ -7,14 +7,13 @@ what they return.
         ranks.kill(2)
         endings = ranks.wait(60)
 
-Ranks are forked from a server that has imported torch once. The caller holds the rendezvous, as
+Ranks are forked from the server of tests/programs.py. The caller holds the rendezvous, as
 torchrun does, so no port is guessed and rank 0 can be killed like any other.
 """
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import pickle
 import signal
@@ -33,11 +32,7 @@ import torch
 from torch import distributed
 
 from lrattnres.distributed import ranks
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["torch.distributed.fsdp", "torch.distributed.checkpoint", "lrattnres.optim.muon_adam"]
-)
+from tests import programs
 
 
 @dataclass
@@ -74,8 +69,9 @@ class Ranks:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks")
         self._values: dict[int, Any] = {}
         self._processes, self._pipes = [], dict[Connection, int]()
+        server = programs.server()
         for rank in range(world):
-            receive, send = _context.Pipe(duplex=False)
+            receive, send = server.Pipe(duplex=False)
             environment = {
                 **{
                     "RANK": rank,
@@ -103,7 +99,7 @@ class Ranks:
                 self._printed(rank),
                 send,
             )
-            process = _context.Process(target=_rank, args=task, daemon=True)
+            process = server.Process(target=_rank, args=task, daemon=True)
             process.start()
             send.close()
             self._processes.append(process)

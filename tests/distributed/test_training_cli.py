@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,13 +14,11 @@ import pytest
 
 from lrattnres.runs.checkpoint import Checkpoints
 from lrattnres.runs.metrics import MetricsFile
+from tests import programs
 from tests.paths import ROOT
+from tests.programs import Program
 
-ENVIRONMENT = os.environ | {
-    "OMP_NUM_THREADS": "1",
-    "OMP_WAIT_POLICY": "passive",
-    "GLOO_SOCKET_IFNAME": "lo",
-}
+ENVIRONMENT = programs.ENVIRONMENT | {"GLOO_SOCKET_IFNAME": "lo"}
 TORCHRUN = ["-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
 
 
@@ -34,10 +31,12 @@ class Job:
         self.output = output
         launcher = [*TORCHRUN, f"--nproc-per-node={ranks}"] if ranks > 1 else []
         with output.open("w") as file:
-            self.process = subprocess.Popen(
-                [sys.executable, *launcher, str(ROOT / script), *arguments],
-                stdout=file, stderr=subprocess.STDOUT, env=ENVIRONMENT, start_new_session=True,
-            )  # fmt: skip
+            self.process = Program(
+                [*launcher, ROOT / script, *arguments],
+                **{"stdout": file, "stderr": subprocess.STDOUT},
+                env=ENVIRONMENT,
+                new_session=True,
+            )
 
     def __enter__(self) -> "Job":
         return self

@@ -8,8 +8,6 @@ import math
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,6 +23,7 @@ from lrattnres.exchange.folder import FolderError, read_exported, write_model
 from lrattnres.model.attention import BACKENDS
 from lrattnres.model.transformer import Transformer, build_model
 from lrattnres.runs.folder import END, RunError
+from tests import programs
 from tests.config.test_config import composed
 from tests.paths import ROOT
 
@@ -223,9 +222,7 @@ def test_the_command_measures_our_tasks(model: Transformer, folder: Path, tasks:
         "batch=2",
         "threads=1",
     ]
-    command = subprocess.run(
-        [sys.executable, "eval.py", *settings], cwd=ROOT, capture_output=True, text=True
-    )
+    command = programs.run("eval.py", *settings, cwd=ROOT)
     assert command.returncode == 0, command.stderr
     report = json.loads((folder / "evaluation" / "step_000003.downstream.json").read_text())
     assert set(report["results"]) == {*TASKS, "sky"}

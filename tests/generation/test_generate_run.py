@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -18,9 +17,9 @@ from lrattnres.evaluation.load import load_run
 from lrattnres.generation.run import generate_run
 from lrattnres.runs.folder import RunError
 from tests.paths import ROOT
+from tests.programs import ENVIRONMENT, Program
 
-COMMAND = [sys.executable, str(ROOT / "scripts" / "generate.py")]
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+SCRIPT = str(ROOT / "scripts" / "generate.py")
 
 
 def generated(trained, *words: str, standard_input: str = "") -> str:
@@ -205,10 +204,10 @@ def test_between_pipes(trained) -> None:
     """Bytes in, bytes out, the text as it grows; a reader that leaves ends the writer without a
     word.
     """
-    words = [f"run={trained}", "prompt=-", "threads=1", "end=false", "echo=true"]
+    words = [SCRIPT, f"run={trained}", "prompt=-", "threads=1", "end=false", "echo=true"]
     prompt = "naïve\r\n €".encode()
     process = subprocess.run(
-        [*COMMAND, *words],
+        [sys.executable, *words],  # encodings are an interpreter's own
         input=prompt,
         capture_output=True,
         env=ENVIRONMENT | {"LC_ALL": "C"},
@@ -216,10 +215,13 @@ def test_between_pipes(trained) -> None:
     )
     assert process.returncode == 0 and process.stdout.startswith(prompt), process.stderr
     assert process.stderr.count(b"\n") == 1 and b"float32" in process.stderr
-    shell = " ".join([*COMMAND, *words, "lines=true", "samples=500", "batch=2"])
-    script = f"yes the | head -50 | {shell} | head -c 1; echo ${{PIPESTATUS[2]}}"
-    piped = subprocess.run(
-        ["bash", "-c", script], capture_output=True, env=ENVIRONMENT, timeout=120
-    )
-    assert piped.stdout.endswith(b"%d\n" % (128 + signal.SIGPIPE)), piped.stdout
-    assert piped.stderr.count(b"\n") == 1
+    words += ["lines=true", "samples=500", "batch=2"]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with Program(words, **pipes) as writer:
+        writer.stdin.write(50 * b"the\n")
+        writer.stdin.close()
+        assert writer.stdout.read(1) == b"t"
+        writer.stdout.close()
+        said = writer.stderr.read()
+        assert writer.wait(120) == -signal.SIGPIPE, said
+    assert said.count(b"\n") == 1

@@ -5,9 +5,6 @@ disturbs nobody.
 import io
 import json
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -23,6 +20,7 @@ from lrattnres.report.inspection import inspect_run
 from lrattnres.report.reads import visible
 from tests.model.test_decoder import SEPARATOR, drawn, make
 from tests.paths import ROOT
+from tests.programs import run
 
 
 def keys_of(model, tokens) -> list[list[torch.Tensor]]:
@@ -185,14 +183,6 @@ def test_the_command_as_it_is_written(trained, tmp_path) -> None:
         f"out={tmp_path}/look",
         "threads=1",
     ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-    found = subprocess.run(
-        [sys.executable, *words],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=120,
-    )
+    found = run(*words, cwd=ROOT, timeout=120)
     assert found.returncode == 0 and "α of 17 tokens at 4 sites" in found.stdout, found.stderr
     assert (tmp_path / "look" / "reads.json").exists()

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from tests.paths import ROOT
-from tests.test_cli import ENVIRONMENT
+from tests.programs import ENVIRONMENT
 
 BARE = """
 import importlib.machinery, sys

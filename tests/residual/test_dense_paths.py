@@ -184,7 +184,7 @@ def test_keys_and_values_by_loops_over_numbers(case) -> None:
         given = None
         if site % 2 == 0:
             given = tuple(heads[site // 2])
-            used.append([part.detach().numpy() for part in path.keys_values(state, site, *given)])
+            used.append([part.detach().numpy() for part in path.change(state, site)(*given)])
         state = path.write(state, site, output, given)
     for token in range(3):
         kv = [(block[0][token], block[1][token]) for block in heads.numpy()]
@@ -218,7 +218,7 @@ def test_neutral_starts_change_no_key_and_no_value(residual: str) -> None:
     for site, output in enumerate(outputs[1:]):
         given = tuple(heads[site // 2]) if site % 2 == 0 else None
         if given:
-            assert all(map(torch.equal, path.keys_values(state, site, *given), given))
+            assert all(map(torch.equal, path.change(state, site)(*given), given))
         state = path.write(state, site, output, given)
 
 

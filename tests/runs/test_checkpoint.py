@@ -9,7 +9,6 @@ import json
 import pickle
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -19,6 +18,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from lrattnres.runs.checkpoint import Checkpoint, CheckpointError, Checkpoints, State
+from tests import programs
+from tests.programs import Program
 
 
 def small_state(value: float = 1.0) -> State:
@@ -357,9 +358,7 @@ while True:
 
 def test_killed_in_the_middle_of_a_save(tmp_path: Path) -> None:
     checkpoints, last = Checkpoints(tmp_path, keep_last=2), 0
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
+    process = Program(["-c", KILLED, tmp_path], stdout=subprocess.PIPE, text=True)
     assert (
         process.stdout and process.stdout.readline() == "1\n" and process.stdout.readline() == "2\n"
     )
@@ -399,9 +398,8 @@ except CheckpointError as fault:
 
 def test_a_full_disk(tmp_path: Path) -> None:
     """The system refuses to let a file grow, as it does when the disk is full."""
-    run = subprocess.run(
-        [sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=True
-    )
+    run = programs.run("-c", FULL, tmp_path)
+    assert run.returncode == 0, run.stderr
     assert str(tmp_path / ".step_000002.partial") in run.stdout and "File too large" in run.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
     state = {"model": {"w": torch.zeros(1000)}}

@@ -19,6 +19,7 @@ from lrattnres.runs import files
 from lrattnres.runs.files import from_json, to_json, write_atomic
 from lrattnres.runs.folder import RunError, RunFolder
 from lrattnres.runs.sweep import statuses, write_status
+from tests.programs import Program
 
 REQUIRED = {
     **{
@@ -258,9 +259,7 @@ time.sleep(60)
 
 def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
     run = opened(config(tmp_path))
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDS, str(run.path)], stdout=subprocess.PIPE, text=True
-    )
+    holder = Program(["-c", HOLDS, run.path], stdout=subprocess.PIPE, text=True)
     assert holder.stdout and holder.stdout.readline() == "open\n"
     with pytest.raises(
         RunError, match=rf"another process is training in it \(process {holder.pid}\)"

@@ -28,6 +28,8 @@ from lrattnres.runs.metrics import MetricsError, MetricsFile
 from lrattnres.training import sinks
 from lrattnres.training.progress import ProgressBar
 from lrattnres.training.sinks import NullSink, WandbSink, build_sink, run_id
+from tests import programs
+from tests.programs import Program
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "logger"
 
@@ -203,7 +205,7 @@ while True:
 def test_killed_while_writing(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for round in range(1, 4):
-        process = subprocess.Popen([sys.executable, "-c", KILLED, str(path)])
+        process = Program(["-c", KILLED, path])
         size = path.stat().st_size if path.exists() else 0
         deadline = time.monotonic() + 20
         while not path.exists() or path.stat().st_size < size + 1_000_000:
@@ -231,9 +233,8 @@ for step in range(100):
 def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
     """The system takes only a part of the last line, as it does when the disk is full."""
     path = tmp_path / "metrics.jsonl"
-    run = subprocess.run(
-        [sys.executable, "-c", FULL, str(path)], capture_output=True, text=True, check=True
-    )
+    run = programs.run("-c", FULL, path)
+    assert run.returncode == 0, run.stderr
     assert str(path) in run.stdout and path.read_bytes().endswith(b"}\n")
     assert [record["step"] for record in MetricsFile.read(path)] == list(
         range(len(path.read_bytes().splitlines()))
