@@ -168,7 +168,8 @@ def test_data_that_become_unreadable_stop_the_run_and_are_saved(folder, tmp_path
         assert last["skipped_groups"] > 0
         server.broken = set()
     straight = bytes_run(
-        tmp_path, str(folder / "en"), "steps=300", "name=straight", "checkpoint.every=1000"
+        *(tmp_path, str(folder / "en"), f"steps={max(step, STEPS)}", "name=straight"),
+        "checkpoint.every=1000",
     )
     run("train.py", *straight)
     assert hashes(place)[:step] == hashes(tmp_path / "runs" / "straight")[:step]

@@ -3,15 +3,16 @@ say.
 """
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from lrattnres.commands import main
 from lrattnres.distributed.traffic import Traffic
-from tests.distributed.launch import launch
+from tests.distributed.launch import Ranks, launch
 from tests.distributed.test_training import build
-from tests.distributed.test_training_cli import finish, start  # noqa: F401
 
 FLOAT = 4
 # (ranks, settings, ranks that hold the weights once, copies of the weights)
@@ -108,11 +109,20 @@ def scattering(rank: int) -> None:
         torch.distributed.scatter(torch.zeros(1), [torch.zeros(1)] * 2 if rank == 0 else None)
 
 
-def test_shares_are_logged_and_printed(tiny_run, start, tmp_path: Path) -> None:  # noqa: F811
+def trained(rank: int, settings: list[str]) -> None:
+    """As torchrun would start it."""
+    sys.argv = ["train.py", *settings]
+    main("train")
+
+
+def test_shares_are_logged_and_printed(tiny_run, tmp_path: Path) -> None:
     settings = tiny_run(
         "steps=8", "optimizer.warmup=2", "instruments.ranks=5", "evaluation.every=null"
     )
-    output = finish(start(2, *settings))
+    with Ranks(trained, 2, settings, group=False) as ranks:
+        endings = ranks.wait(120)
+    output = endings[0].output
+    assert [ending.code for ending in endings] == [0, 0], output
     records = [
         json.loads(line)
         for line in (tmp_path / "runs" / "run" / "metrics.jsonl").read_text().splitlines()

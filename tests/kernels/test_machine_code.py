@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -14,23 +15,23 @@ pytest.importorskip("triton")
 PROGRAM = """
 import json, sys
 from lrattnres.kernels.machine_code import inspect, launches
-(capability, wanted), operator = json.loads(sys.argv[1]), json.loads(sys.argv[2])
-found = {launch.kernel: inspect(launch, capability)._asdict() for launch in launches(**operator) if launch.kernel in wanted}
-print(json.dumps(found))
+capability, operators = json.loads(sys.argv[1])
+print(json.dumps([
+    {launch.kernel: inspect(launch, capability)._asdict() for launch in launches(**operator) if launch.kernel in wanted}
+    for wanted, operator in operators
+]))
 """
 KERNELS = ("read_forward", "read_backward", "query_gradient")
 
 
-def compiled(capability: int, wanted: tuple[str, ...], **operator) -> dict[str, dict[str, int]]:
-    """In a process of its own: under the interpreter nothing is compiled."""
+def compiled(
+    capability: int, *operators: tuple[tuple[str, ...], dict[str, Any]]
+) -> list[dict[str, dict[str, int]]]:
+    """What the named kernels of each operator are, in a process of its own: under the interpreter
+    nothing is compiled.
+    """
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [
-        sys.executable,
-        "-c",
-        PROGRAM,
-        json.dumps([capability, wanted]),
-        json.dumps(operator),
-    ]
+    command = [sys.executable, "-c", PROGRAM, json.dumps([capability, operators])]
     process = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert process.returncode == 0, process.stderr
     return json.loads(process.stdout)
@@ -42,33 +43,25 @@ def check(found: dict[str, dict[str, int]]) -> None:
         assert code["registers"] <= 255 and code["shared"] <= 48 * 1024, (name, code)
 
 
-MERGE = {"owned": 1, "parts": 1, "later": 0, "addend": True, "passes": True, "dim": 1024}
+COMMON = {"addend": True, "passes": True, "dim": 1024}
+MERGE = {"owned": 1, "parts": 1, "later": 0} | COMMON
+OPEN = {"owned": 8, "parts": 0, "later": 5, "rank": 32} | COMMON
 
 
-@pytest.mark.parametrize("rank", [32, 1024])
-def test_completing_a_read_is_bound_by_memory(rank: int) -> None:
-    """Below 400 warp instructions for each d values of two bytes that move, an H200 waits for its memory."""
-    found = compiled(90, KERNELS, **MERGE, rank=rank)
-    check(found)
-    assert found["read_forward"]["instructions"] < 200 * 5
-    assert found["read_backward"]["instructions"] < 200 * 6
+def test_reads_are_bound_by_memory() -> None:
+    """Below 400 warp instructions for each d values of two bytes that move, an H200 waits for its memory.
 
-
-def test_opening_a_group_of_the_papers_model() -> None:
-    """N = 8: eight sources for six sites."""
-    found = compiled(
-        90,
-        ("read_forward",),
-        owned=8,
-        parts=0,
-        later=5,
-        addend=True,
-        passes=True,
-        dim=1024,
-        rank=32,
-    )
-    check(found)
-    assert found["read_forward"]["instructions"] < 400 * (8 + 2 + 6)
+    A read is completed, with narrow keys and with keys of full width; and one opens a group of the
+    paper's model, N = 8: eight sources for six sites.
+    """
+    merges = [(KERNELS, MERGE | {"rank": rank}) for rank in (32, 1024)]
+    *completed, opening = compiled(90, *merges, (("read_forward",), OPEN))
+    for found in completed:
+        check(found)
+        assert found["read_forward"]["instructions"] < 200 * 5
+        assert found["read_backward"]["instructions"] < 200 * 6
+    check(opening)
+    assert opening["read_forward"]["instructions"] < 400 * (8 + 2 + 6)
 
 
 # The largest operators of each granularity's groups, and of keys of full width. A backward launch takes 16 sources.
@@ -87,16 +80,8 @@ LARGEST = [
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize(("owned", "sites", "rank"), LARGEST)
 def test_no_kernel_spills(owned: int, sites: int, rank: int, capability: int) -> None:
-    operator = {
-        "owned": owned,
-        "parts": 0,
-        "later": sites - 1,
-        "addend": True,
-        "passes": True,
-        "dim": 1024,
-        "rank": rank,
-    }
-    found = compiled(capability, KERNELS, **operator)
+    operator = {"owned": owned, "parts": 0, "later": sites - 1, "rank": rank} | COMMON
+    (found,) = compiled(capability, (KERNELS, operator))
     check(found)
     if (owned, sites) == (8, 6):
         assert found["read_backward"]["instructions"] < 450 * (3 * owned + sites + 1)
@@ -105,13 +90,4 @@ def test_no_kernel_spills(owned: int, sites: int, rank: int, capability: int) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_projected_keys_spill_nothing(capability: int) -> None:
-    operator = {
-        "owned": 8,
-        "parts": 0,
-        "later": 5,
-        "addend": True,
-        "passes": True,
-        "dim": 1024,
-        "rank": 32,
-    }
-    check(compiled(capability, KERNELS, **operator, separate=True))
+    check(*compiled(capability, (KERNELS, OPEN | {"separate": True})))

@@ -141,7 +141,8 @@ def test_bfloat16_models_agree(tiny_model_config) -> None:
 
 def test_training_with_either_gives_the_same_losses(tiny_run, tmp_path) -> None:
     settings = tiny_run(
-        "steps=3", "optimizer.warmup=1", "instruments.depth=1", "evaluation.every=null"
+        *("steps=3", "optimizer.warmup=1", "instruments.depth=1", "evaluation.every=null"),
+        *("global_batch=4", "micro_batch=2", "evaluation.tokens=100"),  # the interpreter is slow
     )
     losses = []
     for kernels in ("triton", "reference"):
