@@ -215,6 +215,7 @@ def _rank(
     try:
         if timeout is not None:
             distributed.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+            distributed.barrier()  # a rank that ends at once must not leave before all are connected
         value = function(rank, *arguments)
         if distributed.is_initialized():
             distributed.destroy_process_group()
