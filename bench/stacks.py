@@ -181,6 +181,7 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=4, help="streams")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--only", default="", help="pairs whose name contains this")
     parser.add_argument("--eager", action="store_true", help="compile nothing")
     parser.add_argument("--threads", type=int)
     chosen = parser.parse_args()
@@ -192,6 +193,8 @@ def main() -> None:
     embedding = torch.randn(shape, device=device, dtype=dtype).requires_grad_()
     probe = torch.randn(shape, device=device, dtype=dtype)
     for name, makers in pairs(chosen.layers, chosen.dim, chosen.n).items():
+        if chosen.only not in name:
+            continue
         torch._dynamo.reset()
         try:
             ours, theirs = (make().to(device) for make in makers)
@@ -205,17 +208,17 @@ def main() -> None:
         times: list[tuple[float, float]] = []
         for turn in range(chosen.rounds):
             order = (ours, theirs) if turn % 2 else (theirs, ours)
-            found = {
+            taken = {
                 stack: common.seconds(lambda stack=stack: step(stack, embedding, probe), device)
                 for stack in order
             }
-            times.append((found[ours], found[theirs]))
+            times.append((taken[ours], taken[theirs]))
         ratio = statistics.median(one / other for one, other in times)
         medians = [1e3 * statistics.median(each) for each in zip(*times, strict=True)]
         rows.append({"stack": name, "ours_ms": medians[0], "theirs_ms": medians[1], "ratio": ratio})
+        found = common.machine(device) | {"options": common.words(chosen), "rows": rows}
+        common.write_json(chosen.json, found)
         print(f"{name:36}{medians[0]:9.2f} ms{medians[1]:9.2f} ms{ratio:8.3f} x", flush=True)
-    found = common.machine(device) | {"options": common.words(chosen), "rows": rows}
-    common.write_json(chosen.json, found)
 
 
 if __name__ == "__main__":

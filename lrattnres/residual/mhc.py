@@ -21,8 +21,9 @@ Where paper and code differ: the paper takes exp, and then columns before rows, 
 DeepSeek-V4's code (in transformers) is taken, which does the above, with ε = 1e-6. Both come
 to the same matrix. The paper does not say how the streams are joined; the head is V4's. The
 starts of F and b are not published: those of transformers, whose scales start at one, a
-placeholder of code without training; the paper's a is taken. DeepSeek-V4 gives F to Muon. Here
-F of all sites is one tensor, which Adam updates; nothing decays.
+placeholder of code without training; the paper's a is taken. DeepSeek-V4 gives F to Muon, which
+`projections=muon` does: F is then one matrix a site, and decays. By default F of all sites is
+one tensor, which Adam updates at the rate of all routing weights, and nothing decays.
 
 With K = n² + 2n, costs M(K·n·d + K + 3) + n²d + n + 1 parameters and M(K·n·d + K·d) + n²d +
 n·d multiply-adds a token; the last n²d + n + 1 and n²d + n·d are the learned head's. A state
@@ -53,6 +54,11 @@ class Head(Enum):
     sum = "sum"
 
 
+class Owner(Enum):
+    adam = "adam"
+    muon = "muon"
+
+
 def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
     """A matrix [..., n, n] whose rows and columns sum to one, but for eps."""
     matrix = torch.softmax(logits, dim=-1) + eps
@@ -76,11 +82,17 @@ class ManifoldConstrained(Streams):
         head: Head = option(
             "how the head joins the streams: learned weights, or their sum", Head.learned
         )
+        projections: Owner = option("who updates the projections: adam or muon", Owner.adam)
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         n, sites = self.options.n, 2 * config.layers
-        self.projection = nn.Parameter(torch.zeros(sites, n * n + 2 * n, n * self.dim))
+        shape = (n * n + 2 * n, n * self.dim)
+        self.projection: nn.Parameter | nn.ParameterList  # [K, n·d] of each site
+        if self.options.projections is Owner.muon:
+            self.projection = nn.ParameterList(torch.zeros(shape) for _ in range(sites))
+        else:
+            self.projection = nn.Parameter(torch.zeros(sites, *shape))
         self.scale = nn.Parameter(torch.zeros(sites, 3))
         self.bias = nn.Parameter(torch.zeros(sites, n * n + 2 * n))
         if self.options.head is Head.learned:
@@ -130,14 +142,18 @@ class ManifoldConstrained(Streams):
 
     @classmethod
     def roles(cls, config: ModelConfig) -> dict[str, Role]:
-        def of(prefix: str) -> dict[str, Role]:
+        options = cls.options_of(config)
+        projection = Role(options.projections.value, True, normal(config.init_std))
+
+        def of(prefix: str, index: str = "") -> dict[str, Role]:
             return {
-                f"{prefix}projection": Role("adam", True, normal(config.init_std)),
+                f"{prefix}projection{index}": projection,
                 f"{prefix}scale": Role("adam", False, 0.01),
                 f"{prefix}bias": Role("adam", False, 0.0),
             }
 
-        return of("") | (of("head_") if cls.options_of(config).head is Head.learned else {})
+        own = of("", ".*" if options.projections is Owner.muon else "")
+        return own | (of("head_") if options.head is Head.learned else {})
 
     @classmethod
     def cost(cls, config: ModelConfig) -> Added:

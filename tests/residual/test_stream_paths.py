@@ -17,6 +17,7 @@ from lrattnres.config import AC
 from lrattnres.distributed.parallel import AC_MODES
 from lrattnres.kernels.backends import KERNELS
 from lrattnres.model.transformer import Transformer, initialize
+from lrattnres.optim.groups import assign
 from lrattnres.residual.base import ResidualPath, path_of, pattern_of
 from lrattnres.residual.coefficients import Traced
 from tests.residual.making import config_of
@@ -262,6 +263,24 @@ def test_mhc_starts_near_half_of_n_times_the_baseline(drawn: bool, rtol: float) 
         nn.init.zeros_(path.projection), nn.init.zeros_(path.head_projection)
     for found, plain in zip(hiddens(path, outputs), itertools.accumulate(outputs), strict=True):
         assert (found / 2 - plain).norm() < rtol * plain.norm()
+
+
+def test_projections_of_muon_are_the_same_path_in_matrices() -> None:
+    """One matrix a site that Muon owns, drawn as the stacked ones are: the same hidden states."""
+    stacked = built("mhc", drawn=False)
+    split = built("mhc", drawn=False, projections="muon")
+    for site in range(2 * LAYERS):
+        split.projection[site].data.copy_(stacked.projection[site])
+    split.head_projection.data.copy_(stacked.head_projection)
+    for found, truth in zip(hiddens(split, written()), hiddens(stacked, written()), strict=True):
+        assert torch.equal(found, truth)
+    model = Transformer(config_of("mhc", layers=1, rank=None, path={"projections": "muon"}))
+    owned = assign(model.named_parameters(), model.roles())["muon"]
+    assert {name.removeprefix("router.") for name, _ in owned if "router" in name} == {
+        "projection.0", "projection.1", "head_projection",
+    }  # fmt: skip
+    for parameter in built("mhc", drawn=False, projections="muon").projection:
+        assert parameter.std().item() == pytest.approx(0.02, rel=0.25)
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
