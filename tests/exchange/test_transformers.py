@@ -13,6 +13,7 @@ from lrattnres.config import ModelConfig, QKNorm
 from lrattnres.exchange.folder import write_model
 from lrattnres.model.attention import BACKENDS
 from lrattnres.model.transformer import Transformer, build_model
+from lrattnres.residual.base import path_of, paths
 
 transformers = pytest.importorskip(
     "transformers", reason="the interface is that of transformers, the extra [transformers]"
@@ -102,6 +103,20 @@ def test_it_is_the_same_model(tmp_path: Path, name: str) -> None:
         half.dtype == torch.bfloat16
         and (half.float() - expected).abs().max() < 0.2 * expected.abs().max()
     )
+
+
+@pytest.mark.parametrize("residual", list(paths()))
+def test_every_path_is_the_same_model_and_writes_the_same(tmp_path: Path, residual: str) -> None:
+    """Logits, and what is written with a cache, against those of the whole pass of ours."""
+    given = ModelConfig(residual, 4, 2, **SIZES)
+    config, _ = path_of(given).settled(given)
+    folder = written(config, tmp_path)
+    tokens = torch.randint(1, 61, (2, 11))
+    ours, theirs = far(config), from_pretrained(folder)
+    expected = ours(tokens, ours.mask(None, 2, 11))
+    torch.testing.assert_close(theirs(tokens).logits, expected, atol=1e-5, rtol=1e-5)
+    found = theirs.generate(tokens[:1], max_new_tokens=4, do_sample=False, eos_token_id=None)
+    assert found[0, 11:].tolist() == greedily(theirs, tokens[0], 4)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
