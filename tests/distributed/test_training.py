@@ -87,7 +87,7 @@ def ten_steps(
     )
 
 
-def assert_same_run(settings: list[str], world: int, extra: list[str]) -> None:
+def assert_same_run(settings: list[str], world: int, extra: list[str], atol: float = 1e-4) -> None:
     records, before, after = ten_steps(0, settings)
     for found, weights, trained in launch(
         ten_steps, world, settings + extra, group=False, limit=120
@@ -106,7 +106,7 @@ def assert_same_run(settings: list[str], world: int, extra: list[str]) -> None:
                 values = [[value or 0 for value in record.get(name, ())] for record in (one, other)]
                 assert values[1] == pytest.approx(values[0], rel=1e-4), (one["step"], name)
         for name, tensor in after.items():
-            torch.testing.assert_close(trained[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+            torch.testing.assert_close(trained[name], tensor, rtol=1e-3, atol=atol, msg=name)
 
 
 QUICK = [("s_lr", "fsdp 2"), ("p_lr", "hsdp 2x2")]
@@ -132,6 +132,9 @@ def test_every_variant_and_mesh(tiny_run, mesh: str, residual: str, blocks: str)
 
 @pytest.mark.slow
 def test_matrices_of_a_path_that_muon_updates(tiny_run) -> None:
+    """The first site's streams are equal, so its gradient lacks ranks, and what is rounded there
+    Muon makes as large as the rest.
+    """
     world, extra = MESHES["fsdp 2"]
     chosen = ["model.residual=mhc", "model.path.projections=muon"]
-    assert_same_run(tiny_run(*SETTINGS, *chosen), world, extra)
+    assert_same_run(tiny_run(*SETTINGS, *chosen), world, extra, atol=1e-3)
