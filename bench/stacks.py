@@ -192,9 +192,11 @@ def main() -> None:
     shape = (1, chosen.tokens, chosen.dim)
     embedding = torch.randn(shape, device=device, dtype=dtype).requires_grad_()
     probe = torch.randn(shape, device=device, dtype=dtype)
-    for name, makers in pairs(chosen.layers, chosen.dim, chosen.n).items():
-        if chosen.only not in name:
-            continue
+    compared = pairs(chosen.layers, chosen.dim, chosen.n)
+    wanted = {name: makers for name, makers in compared.items() if chosen.only in name}
+    if not wanted:
+        parser.error(f"--only {chosen.only}: in no name; there are {', '.join(compared)}")
+    for name, makers in wanted.items():
         torch._dynamo.reset()
         try:
             ours, theirs = (make().to(device) for make in makers)

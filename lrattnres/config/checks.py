@@ -86,7 +86,8 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
     if config.compile is Compile.model and placement()[1] > 1:
         # So that the command for one GPU is the command for many.
         notes.append(
-            "compile=model is compile=regions on many ranks: weights are gathered between one region and the next"
+            "compile=model is compile=regions on many ranks: weights are gathered between one "
+            "region and the next"
         )
         config = dataclasses.replace(config, compile=Compile.regions)
     vocabulary = config.model.vocabulary or VOCABULARY.get(config.tokenizer.name)
@@ -139,11 +140,20 @@ def _match(config: TrainConfig) -> Iterator[str]:
         if value is not None and value not in table:
             yield f"{key}={value}: must be null or one of {', '.join(table)}"
     if config.match is not None and config.match_to is None:
-        yield f"match={config.match}: with what? write match_to=… ({', '.join(paths())}), or match=null"
+        yield (
+            f"match={config.match}: with what? write match_to=… ({', '.join(paths())}), "
+            "or match=null"
+        )
     if config.match == "parameters" and config.initial is not None:
-        yield f"match=parameters: would change model.mlp_width, which initial={config.initial} decides; write match=compute"
+        yield (
+            f"match=parameters: would change model.mlp_width, which initial={config.initial} "
+            "decides; write match=compute"
+        )
     if config.match is None and config.match_to is not None:
-        yield f"match_to={config.match_to}: in what? write match=… ({', '.join(MATCHES)}), or match_to=null"
+        yield (
+            f"match_to={config.match_to}: in what? write match=… ({', '.join(MATCHES)}), "
+            "or match_to=null"
+        )
 
 
 def _shapes(config: TrainConfig) -> Iterator[str]:

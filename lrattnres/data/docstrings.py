@@ -26,7 +26,8 @@ def installed_sources() -> list[Path]:
     torch = importlib.util.find_spec("torch")
     if torch is None or not torch.submodule_search_locations:
         raise DataError(
-            "data.corpus=docstrings: torch is not installed as a package; reinstall it or write data=files"
+            "data.corpus=docstrings: torch is not installed as a package; reinstall it or write "
+            "data=files"
         )
     return [Path(sysconfig.get_path("stdlib")), Path(torch.submodule_search_locations[0])]
 

@@ -130,8 +130,8 @@ class _EncodedGroup:
         except Exception as error:
             place = self._documents.corpus.place(self._number, row)
             raise DataError(
-                f"{place}: {tokenizer.name} cannot encode its {len(text):,} characters, which begin "
-                f"{text[:60]!r} ({error}); take it out of the corpus"
+                f"{place}: {tokenizer.name} cannot encode its {len(text):,} characters, which "
+                f"begin {text[:60]!r} ({error}); take it out of the corpus"
             ) from error
 
 

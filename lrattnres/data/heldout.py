@@ -167,8 +167,8 @@ def _pack(
         yield _window(packed, context)
         left -= len(packed) - 1
     warnings.warn(
-        f"{tokens:,} held-out tokens are asked for (evaluation.tokens, diagnostics_tokens), and only "
-        f"{tokens - left:,} are there: all are used; a larger data.holdout gives more",
+        f"{tokens:,} held-out tokens are asked for (evaluation.tokens, diagnostics_tokens), and "
+        f"only {tokens - left:,} are there: all are used; a larger data.holdout gives more",
         stacklevel=2,
     )
 

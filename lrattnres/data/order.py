@@ -56,8 +56,9 @@ class Order:
         self._sizes, self._seed, self._streams, self._total = rows, seed, streams, int(rows.sum())
         if self._total < streams:
             raise DataError(
-                f"global_batch={streams}: as many streams share {self._total} training documents, so some would be "
-                f"empty; write global_batch={self._total or 1} or less, or give more documents"
+                f"global_batch={streams}: as many streams share {self._total} training documents, "
+                f"so some would be empty; write global_batch={self._total or 1} or less, "
+                "or give more documents"
             )
         self._groups = lru_cache(maxsize=4)(
             self._groups_of

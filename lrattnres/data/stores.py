@@ -49,7 +49,7 @@ class Later(Exception):
 
 
 class StoppedError(DataError):
-    """Nobody waits for the answer any more. Not an UnreadableError: nothing is passed over for it."""
+    """Nobody waits for the answer. Not an UnreadableError: nothing is passed over for it."""
 
 
 class Store:
@@ -320,9 +320,9 @@ class Patient:
                 break  # the server wants to be left alone for longer than we may try
         said = str(last) or repr(last.__cause__)
         raise UnreadableError(
-            f"{place}: unreadable after {tried} tries in {time.monotonic() - begin:.0f} s, the last "
-            f"one: {type(last).__name__}: {said}; data.retries and data.timeout give it longer, "
-            "data.skip_unreadable=true passes over what stays unreadable"
+            f"{place}: unreadable after {tried} tries in {time.monotonic() - begin:.0f} s, the "
+            f"last one: {type(last).__name__}: {said}; data.retries and data.timeout give it "
+            "longer, data.skip_unreadable=true passes over what stays unreadable"
         ) from last
 
 

@@ -238,13 +238,15 @@ def _target(config: ConvertConfig, given: ModelConfig) -> ModelConfig:
                 "so it cannot begin as the given model; write another path"
             )
         errors += [
-            f"model.{name}={value}: has no meaning for model.residual={variant.residual}; leave it out"
+            f"model.{name}={value}: has no meaning for model.residual={variant.residual}; "
+            "leave it out"
             for name, value in chosen.items()
             if name not in (*path.uses, "residual") and value not in (None, False)
         ]
     if config.context is not None and not 1 <= config.context <= given.context:
         errors.append(
-            f"context={config.context}: must be between 1 and {given.context}, what the model was trained for"
+            f"context={config.context}: must be between 1 and {given.context}, "
+            "what the model was trained for"
         )
     if errors:
         raise ConfigError(errors)

@@ -53,7 +53,8 @@ class Decoder:
         """
         if size is not None and not 1 <= size <= self.context:
             raise ValueError(
-                f"size={size}: the model was trained on windows of {self.context} tokens; write 1 to {self.context}"
+                f"size={size}: the model was trained on windows of {self.context} tokens; "
+                f"write 1 to {self.context}"
             )
         return Cache(batch, size or self.context, self.device)
 

@@ -83,7 +83,8 @@ class Ablated(AttentionResiduals):
         self.gates = nn.Parameter(torch.zeros(plan.sublayers)) if config.gate else None
         self.heads = depth.heads
         self.scoring = Scoring(depth.key_norm, depth.heads, depth.norm_scope is NormScope.full)
-        self.mixing, self.attends = depth.mixing, depth.mixing is Mixing.softmax  # type: ignore[misc]
+        self.mixing = depth.mixing
+        self.attends = depth.mixing is Mixing.softmax  # type: ignore[misc]
         if depth.mixing is Mixing.scalars:
             self.queries = None  # type: ignore[assignment]
             sizes = [len(plan.sources(site)) for site in plan.sites[1:]]
@@ -110,8 +111,10 @@ class Ablated(AttentionResiduals):
         if self.plan.states and site:  # a source is the stream after it, with all keys so far
             before = (state.partial or state.sources[-1]).emitted
             assert state.stream is not None
-            both = before is not None and newest.emitted is not None
-            newest = Source(state.stream, before + newest.emitted if both else None)  # type: ignore[operator]
+            keys = None
+            if before is not None and newest.emitted is not None:
+                keys = before + newest.emitted
+            newest = Source(state.stream, keys)
             state = state._replace(partial=None)
         state = super().received(state, site, newest)
         if self.completes(site):
@@ -124,7 +127,7 @@ class Ablated(AttentionResiduals):
         return state
 
     def scaled(self, source: Source, site: int) -> Source:
-        """The newest source of a site as it is read. An emitted key is not scaled with its value."""
+        """A site's newest source as it is read. An emitted key is not scaled with its value."""
         sources = self.plan.sources(site)
         factor, value = self.block_scale(len(sources[-1])), source.value
         scales = self.ablations.source_scales
@@ -177,7 +180,7 @@ class Ablated(AttentionResiduals):
         return query if self.logit_scale == 1 else self.logit_scale * query
 
     def used(self, state: State, site: int, mixture: Tensor) -> Tensor:
-        """With a gate γ and the plain stream s: s + γ(m − s), or s + γm where the mixture is added."""
+        """With a gate γ and the plain stream s: s + γ(m − s), or s + γm if the mixture is added."""
         if self.gates is None or site == 0:
             return super().used(state, site, mixture)
         assert state.stream is not None
@@ -251,7 +254,8 @@ class Ablated(AttentionResiduals):
         if depth.sources is Sources.states and depth.block_scale is not BlockScale.sum:
             yield (
                 f"model.depth.block_scale={depth.block_scale.name}: model.depth.sources=states are "
-                "no sums of blocks; write model.depth.block_scale=sum, or model.depth.sources=outputs"
+                "no sums of blocks; write model.depth.block_scale=sum, or "
+                "model.depth.sources=outputs"
             )
 
         if depth.mixing is not Mixing.softmax:
@@ -265,8 +269,9 @@ class Ablated(AttentionResiduals):
         if config.depth.mixing is Mixing.scalars:
             if cls.rule.ranked:
                 yield (
-                    f"model.depth.mixing=scalars: there are no keys, so model.residual={cls.residual} "
-                    "would not differ from attn_res; write model.residual=attn_res"
+                    "model.depth.mixing=scalars: there are no keys, so "
+                    f"model.residual={cls.residual} would not differ from attn_res; "
+                    "write model.residual=attn_res"
                 )
             scored = (
                 "key_norm",

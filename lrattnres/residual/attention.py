@@ -90,7 +90,7 @@ class AttentionResiduals(ResidualPath):
         return self.received(state, site + 1, self.written(value, emitted))
 
     def written(self, value: Tensor, emitted: Tensor) -> Source:
-        """An output as a source. Emitted keys are normalised before they are summed over a block."""
+        """An output as a source. Emitted keys are normalised before a block sums them."""
         return Source(value, rms_norm(emitted) if self.emit_dim else None)
 
     def received(self, state: State, site: int, newest: Source) -> State:
@@ -211,7 +211,8 @@ class AttentionResiduals(ResidualPath):
         if len(ends) == most and config.depth.block_scale is not published:
             setting = changed(config.depth)["block_scale"]
             notes.append(
-                f"{setting} has no meaning for depth blocks of one sub-layer: recorded as the default"
+                f"{setting} has no meaning for depth blocks of one sub-layer: "
+                "recorded as the default"
             )
             depth = dataclasses.replace(config.depth, block_scale=published)
             config = dataclasses.replace(config, depth=depth)

@@ -69,7 +69,9 @@ class Read(NamedTuple):
 
     def to(self, dtype: torch.dtype) -> Read:
         """The same in another type."""
-        return Read(*(part if part is None else part.to(dtype) for part in self))  # type: ignore[arg-type]
+
+        parts = (part if part is None else part.to(dtype) for part in self)
+        return Read(*parts)  # type: ignore[arg-type]
 
 
 class Role(NamedTuple):
@@ -121,9 +123,9 @@ class ResidualPath(nn.Module):
         Options: frozen dataclass of its own settings, `model.path.*`.
         uses: which of the settings `rank`, `blocks`, `routing`, `gate` and `depth` mean something
             to it.
-        start: with its defaults, how a new model compares with its baseline: "bits" (equal logits), "scaled" (every
-            read is the
-            baseline's times a number, which the norm takes away but for its epsilon) or "other".
+        start: with its defaults, how a new model compares with its baseline: "bits" (equal
+            logits), "scaled" (every read is the baseline's times a number, which the norm takes
+            away but for its epsilon) or "other".
         linear: whether h is a sum of the outputs with one number each, given the weights of a
             token.
         plain: whether it is the one that the others are compared with.
@@ -221,7 +223,7 @@ class ResidualPath(nn.Module):
         return self
 
     def decodes(self, *, together: bool) -> None:
-        """Prepares for decoding a token at a time; `together`: reads that can be done at once are."""
+        """Prepares for decoding token by token; `together`: reads that can be done at once are."""
 
     @classmethod
     def options_of(cls, config: ModelConfig) -> Any:
@@ -283,7 +285,8 @@ class ResidualPath(nn.Module):
         if "depth" not in cls.uses:
             gone["depth"] = DepthConfig()
             notes += [
-                f"{setting} has no meaning for model.residual={config.residual}: recorded as the default"
+                f"{setting} has no meaning for model.residual={config.residual}: "
+                "recorded as the default"
                 for setting in changed(config.depth).values()
             ]
         return dataclasses.replace(config, **gone), notes

@@ -1,15 +1,16 @@
 """DenseFormer: after a transformer block the stream is replaced by a weighted average over depth.
 
-Pagliardini et al., "DenseFormer: Enhancing Information Flow in Transformers via Depth Weighted Averaging"
-(arXiv 2402.02622). With X_b the stream after block b, X_0 = o_0 and Y_0 = X_0:
+Pagliardini et al., "DenseFormer: Enhancing Information Flow in Transformers via Depth Weighted
+Averaging" (arXiv 2402.02622). With X_b the stream after block b, X_0 = o_0 and Y_0 = X_0:
 
     X_b = Y_{b−1} + o_{2b−1} + o_{2b}
     Y_b = Σ_{j ≤ b, (b − j) mod k = 0} α_{b,j} X_j   if p divides b,   else X_b
 
     h_{2b−1} = Y_{b−1},   h_{2b} = Y_{b−1} + o_{2b−1},   h_{M+1} = Y_L
 
-α_{b,b} starts at one and the others at zero, so a model begins as its baseline, to the last bit. Where p > 1, the X_j of
-blocks without an average are sources like the others. The released code decays α; here Adam's weights do not decay.
+α_{b,b} starts at one and the others at zero, so a model begins as its baseline, to the last bit.
+Where p > 1, the X_j of blocks without an average are sources like the others. The released code
+decays α; here Adam's weights do not decay.
 Costs A = Σ_{b ≤ L, p | b} (⌊b/k⌋ + 1) parameters and A·d multiply-adds a token.
 """
 

@@ -64,8 +64,9 @@ def _by_parameters(config: TrainConfig, other: ModelConfig) -> Matched:
     width = round((goal - of(0)) / slope)
     if width < 1:
         raise ValueError(
-            f"match=parameters: {goal:,} parameters of {other.residual} leave no MLP beside {model.residual}, which has "
-            f"{of(0):,} without one; write a larger model.mlp_width, or a smaller model.rank"
+            f"match=parameters: {goal:,} parameters of {other.residual} leave no MLP beside "
+            f"{model.residual}, which has {of(0):,} without one; write a larger "
+            "model.mlp_width, or a smaller model.rank"
         )
     changed = dataclasses.replace(config, model=dataclasses.replace(model, mlp_width=width))
     return Matched(
@@ -90,8 +91,8 @@ def _by_compute(config: TrainConfig, other: ModelConfig) -> Matched:
     steps = round(goal / step)
     if steps < 1:
         raise ValueError(
-            f"match=compute: one step of {config.model.residual} costs {step:.3g} FLOPs, more than the {goal:.3g} of "
-            f"steps={config.steps} of {other.residual}; write more steps"
+            f"match=compute: one step of {config.model.residual} costs {step:.3g} FLOPs, more "
+            f"than the {goal:.3g} of steps={config.steps} of {other.residual}; write more steps"
         )
     changed = dataclasses.replace(config, steps=steps)
     return Matched(

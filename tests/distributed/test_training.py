@@ -33,8 +33,8 @@ SETTINGS = [
     "optimizer.clip=0.5",
     "evaluation.tokens=500",
 ]
-# Its maps begin at zero, and Adam makes steps of full size of their first gradients: at this width a
-# rounding grows tenfold with every step.
+# Maps that begin at zero have tiny gradients, of which Adam makes steps of full size: at this width
+# what is rounded grows about tenfold with every step, in float64 too.
 TAMED = {"mudd": ["optimizer.routing_lr=1e-4"]}
 
 

@@ -2,10 +2,12 @@
 
 Writing an output into the streams and reading what the next sub-layer needs of them takes n streams
 and an output and leaves n streams and a hidden state: 2(n + 1) vectors of width d. A kernel that
-reads a tensor counts it once, however often it looks at it.
+reads a tensor counts it once, however often it looks at it. Parameters count as well, and backward
+their gradients; there are so many tokens that they hardly matter.
 """
 
 import logging
+import re
 
 import pytest
 import torch
@@ -14,9 +16,10 @@ from torch._inductor.utils import fresh_cache
 
 from lrattnres.kernels.backends import KERNELS
 from lrattnres.residual.base import ResidualPath, path_of
+from tests.paths import ROOT
 from tests.residual.making import config_of
 
-N, DIM, TOKENS = 4, 1024, 256
+N, DIM, TOKENS = 4, 1024, 4096
 
 
 @pytest.fixture
@@ -32,7 +35,7 @@ def moved(residual: str, *, backward: bool, **options) -> float:
     config = config_of(residual, layers=2, dim=DIM, rank=None, path={"n": N} | options)
     path: ResidualPath = path_of(config).build(config, KERNELS["reference"])
     for parameter in path.parameters():
-        torch.nn.init.normal_(parameter, std=0.02).requires_grad_(False)
+        torch.nn.init.normal_(parameter, std=0.02).requires_grad_(backward)
     with torch.no_grad():
         state = path.begin(torch.randn(1, TOKENS, DIM))
     state = torch.utils._pytree.tree_map(lambda x: x.requires_grad_(backward), state)
@@ -56,20 +59,20 @@ def test_weights_that_do_not_depend_on_the_token_are_one_pass(counted) -> None:
     assert bound <= moved("hc", backward=False, dynamic=False) < 1.001 * bound
 
 
-# n streams and an output, read again for the gradients of what they were multiplied with.
-STATED = [
-    ("hc", {"dynamic": False}, 10.0, 11.0),
-    ("hc", {"norm": "rms"}, 23.3, 39.3),
-    ("hc", {}, 36.3, 39.3),
-    ("mhc", {}, 29.6, 49.0),
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("residual", "options", "forward", "backward"), STATED)
-def test_no_more_is_moved_than_stated(counted, residual, options, forward, backward) -> None:
-    """The figures of docs/performance.md; another version of torch may move a little less."""
-    for figure, back in ((forward, False), (backward, True)):
-        found = moved(residual, backward=back, **options)
-        print(residual, options, back, found)
-        assert 0.5 * figure < found < 1.03 * figure
+@pytest.mark.parametrize(
+    ("residual", "options"),
+    [("hc", {"dynamic": False}), ("hc", {"norm": "rms"}), ("hc", {}), ("mhc", {})],
+)
+def test_no_more_is_moved_than_the_page_says(counted, residual, options) -> None:
+    """Other versions of torch may move less."""
+    cells = [f"`{residual}`", *(f"`{k}={str(v).lower()}`" for k, v in options.items())]
+    row = re.escape(f"| {', '.join(cells)} | ") + r"([\d.]+) \| ([\d.]+) \| ([\d.]+) \|"
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    (found,) = re.findall(row, page)
+    forward, times, backward = map(float, found)
+    figures = [moved(residual, backward=back, **options) for back in (False, True)]
+    print(residual, options, figures)
+    assert times == pytest.approx(forward / (2 * (N + 1)), abs=0.01)
+    for figure, stated in zip(figures, (forward, backward), strict=True):
+        assert 0.8 * stated < figure < 1.01 * stated

@@ -66,7 +66,8 @@ class ReadTogether(AttentionResiduals):
         super().__init__(config)
         if beyond := type(self).beyond_kernels(config):
             raise ValueError(
-                f"{', '.join(beyond)}: kernels={kernels.name} do not compute it; write kernels=reference"
+                f"{', '.join(beyond)}: kernels={kernels.name} do not compute it; "
+                "write kernels=reference"
             )
         self.kernels = kernels
         # A kernel can return RMSNorm(h) where h is the mixture; its epsilon is that of the keys.

@@ -95,7 +95,8 @@ def _group(plan: DepthPlan, start: int, end: int) -> list[Step]:
     closed = [site == 0 or site in plan.ends for site in range(start, end)]
     if not closed[0] and end > start + 1:
         raise ValueError(
-            f"a group of sites {start} to {end - 1}: site {start} lies inside a block, whose sum is not complete"
+            f"a group of sites {start} to {end - 1}: site {start} lies inside a block, "
+            "whose sum is not complete"
         )
     found, parts = [], 1
     for site, complete in zip(range(start, end), closed, strict=True):
