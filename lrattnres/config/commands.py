@@ -37,7 +37,7 @@ class EvalConfig:
     precision: Precision | None = option(ARITHMETIC, None)
     attention: AttentionBackend = option("attention kernel", AttentionBackend.auto)
     kernels: Kernels = option(
-        "depth attention; auto: triton on a GPU, else reference", Kernels.auto
+        "depth attention and streams; auto: triton on a GPU, else reference", Kernels.auto
     )
     threads: int | None = cpu_threads()
     cache: str | None = option("folder for prepared corpora; null: as the run has it", None)

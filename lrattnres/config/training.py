@@ -172,7 +172,7 @@ class TrainConfig:
         "attention kernel; auto: what runs here", AttentionBackend.auto, may_change=True
     )
     kernels: Kernels = option(
-        "depth attention; auto: triton on a GPU, else compiled where compile is on",
+        "depth attention and streams; auto: triton on a GPU, else compiled where compile is on",
         Kernels.auto,
         may_change=True,
     )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+MOST_STREAMS = 4  # of a kernel; its code and registers grow with the square of their number
 WORDS = 104  # registers of a thread for sums that are kept over a loop
 
 
@@ -21,7 +22,7 @@ class Launch(NamedTuple):
     """One launch of a kernel.
 
     Attributes:
-        kernel: Name of the function in `triton_kernels`.
+        kernel: Name of the function in `triton_kernels` or `stream_kernels`.
         grid: Number of programs along each axis.
         arguments: By name: tensors, tuples of tensors and their strides, sizes, and constants at
             compile time, whose names are in upper case.
@@ -93,19 +94,23 @@ def fire(launch: Launch) -> None:
     Raises:
         RuntimeError: The tensors are on a CPU, and the interpreter is off.
     """
-    from lrattnres.kernels import triton_kernels
-
     device = next(value for value in launch.arguments.values() if isinstance(value, Tensor)).device
     if device.type != "cuda" and not INTERPRETED:
         raise RuntimeError(
-            f"depth attention in Triton runs on a CUDA GPU, and the tensors are on {device}; "
+            f"a kernel of Triton runs on a CUDA GPU, and the tensors are on {device}; "
             "write kernels=reference, or set TRITON_INTERPRET=1 before the start to have it "
             "interpreted"
         )
     if all(launch.grid):
-        getattr(triton_kernels, launch.kernel)[launch.grid](
-            **launch.arguments, num_warps=launch.warps
-        )
+        function(launch)[launch.grid](**launch.arguments, num_warps=launch.warps)
+
+
+def function(launch: Launch) -> Any:
+    """The kernel of a launch."""
+    from lrattnres.kernels import stream_kernels, triton_kernels
+
+    module = triton_kernels if hasattr(triton_kernels, launch.kernel) else stream_kernels
+    return getattr(module, launch.kernel)
 
 
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
@@ -124,8 +129,6 @@ def compile_ahead(launch: Launch, capability: int) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
-
-    from lrattnres.kernels import triton_kernels
 
     signature: dict[str, Any] = {}
     constants: dict[Any, Any] = {}
@@ -148,7 +151,7 @@ def compile_ahead(launch: Launch, capability: int) -> Any:
             signature[name], constants[name] = "constexpr", value
         else:
             signature[name] = kind(value, (index,))
-    source = ASTSource(getattr(triton_kernels, launch.kernel), signature, constants, attributes)
+    source = ASTSource(function(launch), signature, constants, attributes)
     return triton.compile(
         source, target=GPUTarget("cuda", capability, 32), options={"num_warps": launch.warps}
     )

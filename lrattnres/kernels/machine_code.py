@@ -11,6 +11,9 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
+from lrattnres.kernels import stream_ops
 from lrattnres.kernels.launch import Launch, compile_ahead
 from lrattnres.kernels.ops import SPAN, plan_backward, plan_read
 from lrattnres.kernels.sample import backward_arguments, forward_arguments
@@ -62,6 +65,37 @@ def launches(
     return [launch, *plan_backward(backward_arguments(forward, results, passes))[1]]
 
 
+def stream_launches(
+    joint: bool, *, streams: int = 4, dim: int = 1024, tokens: int = 4 * stream_ops.SPAN
+) -> list[Launch]:
+    """All launches of a site of several bfloat16 streams, on the meta device.
+
+    Args:
+        joint: As in `stream_ops.project`: with the maps of `mhc`, or else those of `hc`.
+        streams: n.
+        dim: d, width of a stream.
+        tokens: Number of tokens.
+
+    Returns:
+        Two of the forward pass, and three of the backward pass.
+    """
+    count = streams * (streams + 2) if joint else streams + 3
+
+    def some(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, device="meta", dtype=dtype)
+
+    own = [some(tokens, dim, dtype=torch.bfloat16) for _ in range(streams)]
+    write, output = some(tokens, streams), some(tokens, dim, dtype=torch.bfloat16)
+    maps = some(streams if joint else 1, count, dim)
+    mixing = some(tokens, streams, streams + 1)
+    made, products = stream_ops.plan_products(own, write, output, maps, joint)
+    mixed, mix = stream_ops.plan_mix(own, write, output, mixing)
+    _, mixing_gradient = stream_ops.plan_mixing_gradient(mixed, own, write, output)
+    _, gradients = stream_ops.plan_gradients(mixed, mixing, own, write, output, maps, *made, joint)
+    _, of_maps = stream_ops.plan_map_gradient(own, write, output, made[0], count, joint)
+    return [products, mix, mixing_gradient, gradients, of_maps]
+
+
 def inspect(launch: Launch, capability: int) -> MachineCode:
     """Compiles a kernel and reads its machine code with the tools that Triton brings.
 
@@ -110,16 +144,16 @@ def _executed(lines: list[tuple[int, str]], launch: Launch) -> int:
     ]
     bodies = [sum(start <= at <= end for at, _ in lines) for start, end in jumps if start < end]
     sizes = launch.arguments
-    if launch.kernel == "query_gradient":
-        turns, tokens = [sizes["SPAN"] // sizes["ROWS"]], sizes["SPAN"]
-    elif launch.kernel == "read_forward":
-        turns, tokens = [sizes["BLOCK_D"] // sizes["CHUNK"]], sizes["ROWS"]
-    else:
+    tokens = sizes["SPAN" if "SPAN" in sizes else "ROWS"]
+    if "SPAN" in sizes:
+        turns = [sizes["SPAN"] // sizes["ROWS"]]
+    elif launch.kernel == "read_backward":
         scores, values = (-(-sizes["K"] // sizes[name]) for name in ("GROUP", "WIDE_GROUP"))
         turns = [sizes["BLOCK_D"] // sizes["CHUNK"]] * scores + [
             sizes["BLOCK_D"] // sizes["WIDE_CHUNK"]
         ] * values
-        tokens = sizes["ROWS"]
+    else:
+        turns = [-(-sizes.get("BLOCK_D", sizes["D"]) // sizes["CHUNK"])]
     loops = [count for count in turns if count > 1]
     bodies = [body for body in bodies if body > 10]  # a program ends in a branch to itself
     if len(bodies) < len(loops):  # the compiler unrolled the rest

@@ -39,6 +39,8 @@ from torch import Tensor, nn
 
 from lrattnres.config import ModelConfig
 from lrattnres.config.schema import option
+from lrattnres.kernels.backends import DepthKernels
+from lrattnres.kernels.launch import MOST_STREAMS
 from lrattnres.kernels.reference import rms_norm, weighted_sum, wide
 from lrattnres.residual.base import Added, ResidualPath, Role
 
@@ -72,6 +74,19 @@ class Streams(ResidualPath):
     def joined(self, streams: Sequence[Tensor]) -> Tensor:
         """What the head reads of the last streams, float32 [..., d]."""
         raise NotImplementedError
+
+    @classmethod
+    def build(cls, config: ModelConfig, kernels: DepthKernels) -> ResidualPath:
+        if kernels.name != "triton" or cls.beyond_kernels(config):
+            return cls(config)
+        from lrattnres.residual.fused.streams import IN_TRITON
+
+        return IN_TRITON.get(cls, cls)(config)
+
+    @classmethod
+    def beyond_kernels(cls, config: ModelConfig) -> list[str]:
+        n = cls.options_of(config).n
+        return [f"model.path.n={n}"] if n > MOST_STREAMS else []
 
     def begin(self, embedding: Tensor) -> State:
         return self.arrive((embedding,) * self.options.n, 0)
@@ -137,17 +152,22 @@ class LearnedConnections(ResidualPath):
 
     def connections(self, streams: Sequence[Tensor], site: int) -> tuple[Tensor, Tensor]:
         """A [..., parts, mixtures] and β [..., parts], float32; no leading axes if not dynamic."""
-        alpha, beta = wide(self.static_alpha[site]), wide(self.static_beta[site])
         if not self.options.dynamic:
-            return alpha, beta
-        maps = wide(torch.cat([self.dynamic_alpha[site], self.dynamic_beta[site, :, None]], dim=-1))
-        found = torch.stack(
-            [self.normed(stream[..., : len(maps)]) @ maps for stream in streams], -2
-        )
+            return wide(self.static_alpha[site]), wide(self.static_beta[site])
+        maps = self.maps(site)
+        found = [self.normed(stream[..., : len(maps)]) @ maps for stream in streams]
+        return self.formed(torch.stack(found, -2), site)
+
+    def maps(self, site: int) -> Tensor:
+        """(W w), float32 [width, mixtures + 1]."""
+        return wide(torch.cat([self.dynamic_alpha[site], self.dynamic_beta[site, :, None]], dim=-1))
+
+    def formed(self, found: Tensor, site: int) -> tuple[Tensor, Tensor]:
+        """A and β of Ŝ (W w), float32 [..., parts, mixtures + 1]."""
         if self.options.tanh:
             found = found.tanh()
-        alpha = alpha + self.scale_alpha[site] * found[..., :-1]
-        return alpha, beta + self.scale_beta[site] * found[..., -1]
+        alpha = wide(self.static_alpha[site]) + self.scale_alpha[site] * found[..., :-1]
+        return alpha, wide(self.static_beta[site]) + self.scale_beta[site] * found[..., -1]
 
     def normed(self, stream: Tensor) -> Tensor:
         """Ŝ, float32."""
@@ -214,6 +234,11 @@ class HyperConnections(LearnedConnections, Streams):
 
     def joined(self, streams: Sequence[Tensor]) -> Tensor:
         return sum_of(streams)
+
+    @classmethod
+    def beyond_kernels(cls, config: ModelConfig) -> list[str]:
+        static = [] if cls.options_of(config).dynamic else ["model.path.dynamic=false"]
+        return [*super().beyond_kernels(config), *static]
 
     @classmethod
     def shape(cls, config: ModelConfig) -> tuple[int, int, int]:

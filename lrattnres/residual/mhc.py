@@ -59,6 +59,7 @@ class Owner(Enum):
     muon = "muon"
 
 
+@torch.compiler.nested_compile_region  # compiled once, and not again for each site
 def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
     """A matrix [..., n, n] whose rows and columns sum to one, but for eps."""
     matrix = torch.softmax(logits, dim=-1) + eps
@@ -101,13 +102,19 @@ class ManifoldConstrained(Streams):
             self.head_bias = nn.Parameter(torch.zeros(n))
 
     def connections(self, streams: Sequence[Tensor], site: int) -> tuple[Tensor, Tensor]:
+        return self.formed(self.projected(self.projection[site], streams), site)
+
+    def formed(self, found: Tensor, site: int) -> tuple[Tensor, Tensor]:
+        """(pre | C) and post of (p, q, c), float32 [..., n² + 2n]."""
         n, eps = self.options.n, self.options.eps
         sizes = (n, n, n * n)
-        found = self.projected(self.projection[site], streams).split(sizes, dim=-1)
         p, q, c = (
             scale * part + bias
             for scale, part, bias in zip(
-                self.scale[site], found, self.bias[site].split(sizes), strict=True
+                self.scale[site],
+                found.split(sizes, dim=-1),
+                self.bias[site].split(sizes),
+                strict=True,
             )
         )
         read, write = torch.sigmoid(p) + eps, 2 * torch.sigmoid(q)
@@ -123,8 +130,12 @@ class ManifoldConstrained(Streams):
                 for part, weight in zip(parts, projection.split(self.dim, dim=-1), strict=True)
             ]
         )
-        squares = sum_of([torch.linalg.vecdot(part, part) for part in parts])
-        return product * torch.rsqrt(squares / (len(parts) * self.dim) + self.eps).unsqueeze(-1)
+        return self.divided(product, sum_of([torch.linalg.vecdot(part, part) for part in parts]))
+
+    def divided(self, product: Tensor, squares: Tensor) -> Tensor:
+        """A product with vec S, and the sum of its squares, as the product with x."""
+        mean = squares / (self.options.n * self.dim)
+        return product * torch.rsqrt(mean + self.eps).unsqueeze(-1)
 
     def balanced(self, logits: Tensor) -> Tensor:
         """Sinkhorn's matrix; a backward pass makes its iterates again."""

@@ -1,6 +1,7 @@
 """The byte counter: what the launches of every operator read and write, tensor by tensor, is what the plan counts."""
 
 import pytest
+import torch
 
 from lrattnres.residual.fused.schedule import (
     Step,
@@ -14,7 +15,7 @@ from lrattnres.residual.plan import DepthPlan
 pytest.importorskip("triton")
 
 from lrattnres.kernels.launch import Launch
-from lrattnres.kernels.machine_code import launches
+from lrattnres.kernels.machine_code import launches, stream_launches
 
 DIM, RANK = 64, 8
 
@@ -83,3 +84,21 @@ def test_what_the_launches_touch_is_what_is_counted(separate: bool) -> None:
         forward, *backward = launches(*step[1:], DIM, RANK, separate)
         assert per_token([forward]) == forward_traffic(step, DIM, RANK, separate), step
         assert per_token(backward) == backward_traffic(step, DIM, RANK, separate), step
+
+
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("streams", [1, 2, 4])
+def test_streams_move_what_the_page_says(joint: bool, streams: int) -> None:
+    """3 (n + 1) vectors of width d a token forward, 6 (n + 1) backward; the rest is 1/d of that."""
+    groups = ("streams", "output", "mixed", "upstream", "d_streams")
+    moved, small, dim, tokens = [], 0, 4096, 4096
+    for launch in stream_launches(joint, streams=streams, dim=dim, tokens=tokens):
+        a = launch.arguments
+        own = a.get("d_output")
+        single = [] if own is None else [own]
+        moved.append(elements([*(x for name in groups if name in a for x in a[name][0]), *single]))
+        tensors = [x for x in a.values() if isinstance(x, torch.Tensor) and x is not own]
+        small += elements([*tensors, *a.get("maps", ())])
+    assert sum(moved[:2]) == 3 * (streams + 1) * tokens * dim
+    assert sum(moved[2:]) == 6 * (streams + 1) * tokens * dim
+    assert small < 0.02 * sum(moved)

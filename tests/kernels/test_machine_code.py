@@ -12,6 +12,15 @@ from tests.paths import ROOT
 
 pytest.importorskip("triton")
 
+STREAMS = """
+import json, sys
+from lrattnres.kernels.machine_code import inspect, stream_launches
+capability, cases = json.loads(sys.argv[1])
+print(json.dumps([
+    {launch.kernel: inspect(launch, capability)._asdict() for launch in stream_launches(**case)}
+    for case in cases
+]))
+"""
 PROGRAM = """
 import json, sys
 from lrattnres.kernels.machine_code import inspect, launches
@@ -30,8 +39,12 @@ def compiled(
     """What the named kernels of each operator are, in a process of its own: under the interpreter
     nothing is compiled.
     """
+    return run(PROGRAM, capability, operators)
+
+
+def run(program: str, capability: int, cases: Any) -> list[dict[str, dict[str, int]]]:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", PROGRAM, json.dumps([capability, operators])]
+    command = [sys.executable, "-c", program, json.dumps([capability, cases])]
     process = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert process.returncode == 0, process.stderr
     return json.loads(process.stdout)
@@ -91,3 +104,17 @@ def test_no_kernel_spills(owned: int, sites: int, rank: int, capability: int) ->
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_projected_keys_spill_nothing(capability: int) -> None:
     check(*compiled(capability, (KERNELS, OPEN | {"separate": True})))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_streams_spill_nothing_and_wait_for_memory(capability: int) -> None:
+    """Each kernel moves n + 1 vectors so many times; a program of the maps' gradient, some columns."""
+    cases = [{"joint": joint, "streams": n} for joint in (False, True) for n in (2, 4)]
+    times = {"stream_products": 1, "stream_mix": 2, "mixing_gradient": 2, "stream_gradients": 3}
+    for case, found in zip(cases, run(STREAMS, capability, cases), strict=True):
+        for name, code in found.items():
+            assert code["spilled"] == 0 and code["shared"] <= 72 * 1024, (case, name, code)
+            if case["streams"] == 4:
+                units = 5 * times.get(name, (32 if case["joint"] else 64) / 1024)
+                assert code["instructions"] < 420 * units, (case, name, code)
