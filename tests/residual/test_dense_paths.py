@@ -7,16 +7,31 @@ parameters, settings) -> h of every site before its norm, or three where attenti
 
 import math
 import re
+import sys
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from lrattnres.residual.base import path_of, pattern_of
 from lrattnres.residual.coefficients import Traced
 from tests.residual.making import config_of
-from tests.residual.test_stream_paths import DIM, LAYERS, built, grid, hiddens, named, rms, written
+from tests.residual.test_stream_paths import (
+    DIM,
+    LAYERS,
+    SIZES,
+    built,
+    grid,
+    hiddens,
+    named,
+    possible,
+    rms,
+    sizes,
+    written,
+)
 
 PAIR = 2  # heads of keys and values, each of width DIM / PAIR
 erf = np.vectorize(math.erf)
@@ -110,6 +125,14 @@ CASES = [
 ]
 
 
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(case=st.sampled_from(CASES), **SIZES)
+def test_loops_over_numbers_of_any_size(case, layers: int, width: int) -> None:
+    assume(possible(case, layers, 4 * width))
+    with sizes(layers, 4 * width, sys.modules[__name__]):
+        test_loops_over_numbers(case)
+
+
 @pytest.mark.parametrize("case", CASES, ids=named)
 def test_loops_over_numbers(case) -> None:
     loop, _, options = case
@@ -171,6 +194,14 @@ REUSED = [
     *grid(svformer),
     *grid(lime),
 ]
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(case=st.sampled_from(REUSED), **SIZES)
+def test_keys_and_values_by_loops_of_any_size(case, layers: int, width: int) -> None:
+    assume(possible(case, layers, 4 * width))
+    with sizes(layers, 4 * width, sys.modules[__name__]):
+        test_keys_and_values_by_loops_over_numbers(case)
 
 
 @pytest.mark.parametrize("case", REUSED, ids=named)

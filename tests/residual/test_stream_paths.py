@@ -7,10 +7,17 @@ Each loop is its path's equations for one token, in float64 and numpy, written h
 
 import itertools
 import math
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lrattnres.config import AC
@@ -194,6 +201,33 @@ def hiddens(path: ResidualPath | Traced, outputs: list[Tensor]) -> list[Tensor]:
 def named(case) -> str:
     loop, rank, options = case
     return "-".join([loop.__name__, *map(str, options.values()), str(rank or "")])
+
+
+@contextmanager
+def sizes(layers: int, dim: int, *modules: ModuleType) -> Iterator[None]:
+    """Other LAYERS and DIM, in this module and in others that have them."""
+    with ExitStack() as stack:
+        for module in (sys.modules[__name__], *modules):
+            stack.enter_context(patch.multiple(module, LAYERS=layers, DIM=dim))
+        yield
+
+
+def possible(case, layers: int, dim: int) -> bool:
+    """Whether a path with these options can be so small."""
+    loop, rank, options = case
+    config = config_of(loop.__name__, layers=layers, dim=dim, rank=rank, path=options)
+    return not list(path_of(config).errors(config))
+
+
+SIZES = {"layers": st.integers(1, 5), "width": st.integers(1, 5)}  # the width is of a quarter
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(case=st.sampled_from(CASES), **SIZES)
+def test_loops_over_numbers_of_any_size(case, layers: int, width: int) -> None:
+    assume(possible(case, layers, 4 * width))
+    with sizes(layers, 4 * width):
+        test_loops_over_numbers(case)
 
 
 @pytest.mark.parametrize("case", CASES, ids=named)
