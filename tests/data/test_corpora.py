@@ -305,6 +305,7 @@ def test_a_cache_that_cannot_be_written_names_its_key(opened, tmp_path):
         opened()
 
 
+@pytest.mark.slow
 def test_processes_that_prepare_at_once_do_not_disturb_each_other(tmp_path):
     WRITERS[".jsonl"](tmp_path / "a.jsonl", LETTERS * 20)
     program = (

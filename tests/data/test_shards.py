@@ -105,6 +105,7 @@ def test_the_shards_hold_what_streaming_reads(folder):
     assert held[0] == held[1] and len(held[0]) > 20
 
 
+@pytest.mark.slow
 def test_any_number_of_workers_and_any_kill_gives_the_same_bytes(folder):
     """A process that is killed twice is continued, and what it had finished is not made again."""
     whole = contents(folder / "tok")

@@ -135,7 +135,16 @@ def test_cutting_long_white_space_changes_no_token(patterns, text, long, newline
     ] == whole.encode_ordinary(text)
 
 
-@pytest.mark.parametrize("kind", ["letters", "spaces before a word", "lines before a word"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "lines before a word",
+        *[
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind in ("letters", "spaces before a word")
+        ],
+    ],
+)
 def test_five_megabytes_without_a_word(cl100k, kind):
     text = {
         "letters": lambda: "".join(

@@ -200,6 +200,7 @@ def test_values_are_texts_and_numbers_of_yaml() -> None:
     )
 
 
+@pytest.mark.slow
 def test_between_pipes(trained) -> None:
     """Bytes in, bytes out, the text as it grows; a reader that leaves ends the writer without a
     word.

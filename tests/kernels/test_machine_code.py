@@ -61,6 +61,7 @@ MERGE = {"owned": 1, "parts": 1, "later": 0} | COMMON
 OPEN = {"owned": 8, "parts": 0, "later": 5, "rank": 32} | COMMON
 
 
+@pytest.mark.slow
 def test_reads_are_bound_by_memory() -> None:
     """Below 400 warp instructions for each d values of two bytes that move, an H200 waits for its memory.
 

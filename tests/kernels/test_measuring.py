@@ -30,6 +30,7 @@ assert "omegaconf.omegaconf" not in sys.modules
 """
 
 
+@pytest.mark.slow
 def test_a_bare_machine_can_measure(tmp_path) -> None:
     """With torch and Triton, and nothing else that the package needs."""
     words = [sys.executable, "-c", BARE, ROOT / "bench"]

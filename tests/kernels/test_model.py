@@ -81,7 +81,7 @@ def test_a_compiled_model_is_one_graph_and_the_same(
     assert_same(outcome(kernels, tokens), outcome(reference, tokens), 2e-5)
 
 
-@pytest.mark.parametrize("blocks", [None, 4])
+@pytest.mark.parametrize("blocks", [pytest.param(None, marks=pytest.mark.slow), 4])
 def test_the_backward_graph_adds_no_gradients_of_sources(
     tiny_model_config, blocks: int | None
 ) -> None:
@@ -139,6 +139,7 @@ def test_bfloat16_models_agree(tiny_model_config) -> None:
     assert (found[0].float() - exact[0].float()).norm() < 0.05 * exact[0].float().norm()
 
 
+@pytest.mark.slow
 def test_training_with_either_gives_the_same_losses(tiny_run, tmp_path) -> None:
     settings = tiny_run(
         *("steps=3", "optimizer.warmup=1", "instruments.depth=1", "evaluation.every=null"),

@@ -333,6 +333,7 @@ print(time.monotonic() - begin, file=notes)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("environment", "reason"),
     [
