@@ -121,7 +121,7 @@ AC_MODES: dict[AC, Callable[[Transformer], None]] = {
 }
 COMPILE_MODES: dict[Compile, Callable[[Transformer], None]] = {
     Compile.off: lambda model: None,
-    Compile.model: lambda model: model.compile(),
+    Compile.model: lambda model: model.compile(fullgraph=True),
     Compile.regions: _compile_regions,
 }
 

@@ -93,7 +93,9 @@ def _boundaries(documents: Tensor | None, batch: int, length: int, device: torch
             torch.tensor([batch * length], device=documents.device),
         ]
     )
-    return edges.to(device, torch.int32, non_blocking=True)
+    edges = edges.to(device, torch.int32, non_blocking=True)
+    torch._dynamo.maybe_mark_dynamic(edges, 0)  # the next batch has another number of segments
+    return edges
 
 
 @cache

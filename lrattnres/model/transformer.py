@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lrattnres.config import ModelConfig
 from lrattnres.kernels.backends import KERNELS, DepthKernels
-from lrattnres.model.attention import BACKENDS, AttentionBackend, Mask
+from lrattnres.model.attention import BACKENDS, AttentionBackend
 from lrattnres.model.layers import Attention, Context, Linear, SwiGLU, TiedHead, gain, rotation
 from lrattnres.residual.base import ResidualPath, Role, State, normal, path_of, pattern_of
 
@@ -44,6 +44,7 @@ class Transformer(nn.Module):
             "model.vocabulary must be resolved before a model is built"
         )
         self.config, self.attention, self.dtype, self.kernels = config, attention, dtype, kernels
+        self._angles: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self.router = path_of(config).build(config, kernels)  # the residual path
         emit = self.router.emit_dim
         self.embedding = nn.Embedding(config.vocabulary, config.dim)
@@ -60,7 +61,7 @@ class Transformer(nn.Module):
     def forward(
         self,
         tokens: Tensor,
-        mask: Mask,
+        mask: Context | None,
         observe: Observer | None = None,
         path: ResidualPath | None = None,
     ) -> Tensor:
@@ -68,13 +69,13 @@ class Transformer(nn.Module):
 
         Args:
             tokens: int64 [B, T].
-            mask: what `mask` made of their documents.
+            mask: what `mask` made of their documents; None: each row is one document.
             observe: called at every site with (site, state), before the site reads.
             path: the model's residual path in another form (see residual/coefficients.py); None: as
                 it is.
         """
         path = path or self.router
-        context = Context(mask, self.angles(tokens.shape[1], tokens.device))
+        context = mask or Context(None, self.angles(tokens.shape[1], tokens.device))
         state = path.begin(self.embedding(tokens).to(self.dtype))
         last = len(self.sublayers)
         for site in range(last):
@@ -97,16 +98,32 @@ class Transformer(nn.Module):
         """What the head takes, [B, T, d]."""
         return self.final(path.read(state, len(self.sublayers)).x.to(self.dtype))
 
-    def mask(self, documents: Tensor | None, batch: int, length: int) -> Mask:
-        """Which positions see each other, once a batch; documents: integers [B, T], or None for no
-        boundaries.
+    def mask(self, documents: Tensor | None, batch: int, length: int) -> Context:
+        """Which positions see each other, and their rotary angles: made once a batch, outside of
+        what is compiled.
+
+        Args:
+            documents: integers [B, T]; None: no boundaries.
+            batch, length: B and T.
         """
-        return self.attention.prepare(documents, batch, length, self.head.weight.device)
+        device = self.head.weight.device
+        return Context(
+            self.attention.prepare(documents, batch, length, device), self.angles(length, device)
+        )
 
     def angles(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The rotary angles of the first `length` positions: see `rotation`."""
-        config = self.config
-        return rotation(length, config.head_width, config.rope_base, device, config.rope_scaling)
+        """The rotary angles of the first `length` positions: see `rotation`. They are kept."""
+        known = self._angles.get(device)
+        if known is None or len(known[0]) < length:
+            config = self.config
+            many = max(length, config.context)
+            with torch.inference_mode(False):  # those of an evaluation serve training too
+                known = rotation(
+                    many, config.head_width, config.rope_base, device, config.rope_scaling
+                )
+            if not torch.compiler.is_compiling():
+                self._angles[device] = known
+        return known[0][:length], known[1][:length]
 
     def roles(self) -> dict[str, Role]:
         """How each parameter of the residual path is treated, by its name there with `*` for every

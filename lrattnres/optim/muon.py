@@ -104,7 +104,7 @@ def orthogonalize(matrices: Tensor, orthogonalizer: Orthogonalizer, steps: int) 
         gram = x @ x.mT
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, polynomial, x, beta=a)
-    return (x.mT if tall else x).to(matrices.dtype)
+    return (x.mT.contiguous() if tall else x).to(matrices.dtype)
 
 
 def flops(rows: int, cols: int, steps: int) -> int:
@@ -156,6 +156,10 @@ def apply_updates(
         cautious: an entry decays only where it and its update have the same sign. So the decay
             never works against the update, and a zero update decays nothing.
     """
-    for weight, update in zip(weights, updates.unbind(), strict=True):
-        decayed = weight * (weight * update > 0) if cautious else weight
-        weight.sub_(decayed, alpha=lr * weight_decay).sub_(update, alpha=lr * scale)
+    each = updates.unbind()
+    decayed = list(weights)
+    if cautious:
+        agree = torch._foreach_mul(decayed, each)
+        decayed = torch._foreach_mul(decayed, [product > 0 for product in agree])
+    torch._foreach_sub_(list(weights), decayed, alpha=lr * weight_decay)
+    torch._foreach_sub_(list(weights), each, alpha=lr * scale)

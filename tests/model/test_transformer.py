@@ -89,6 +89,49 @@ def test_rotation_is_of_interleaved_pairs_and_relative() -> None:
     torch.testing.assert_close(rotate(x, cosines, sines), truth)
 
 
+def test_angles_are_made_once_and_outside_of_what_is_compiled(tiny_model_config) -> None:
+    """Those that an evaluation made serve a training pass; a longer window makes longer ones."""
+    from lrattnres.model.layers import rotation
+
+    model, names = make(tiny_model_config()), []
+
+    def record(graph: torch.fx.GraphModule, _: object) -> object:
+        names.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    with torch.inference_mode():
+        first = model.mask(None, 1, 5).rotation
+    again = model.mask(None, 2, 5).rotation
+    assert all(one.data_ptr() == other.data_ptr() for one, other in zip(first, again, strict=True))
+    tokens = torch.randint(31, (2, 12))
+    model.requires_grad_(True)
+    torch.compile(model, backend=record, fullgraph=True)(
+        tokens, model.mask(None, 2, 12)
+    ).sum().backward()
+    assert len(names) > 20 and not [name for name in names if name in ("cos", "sin", "outer")]
+    config = model.config
+    longer = model.mask(None, 1, 40).rotation
+    truth = rotation(40, config.head_width, config.rope_base, CPU)
+    assert all(map(torch.equal, longer, truth))
+
+
+def test_another_number_of_segments_is_not_compiled_again() -> None:
+    """The second batch; a kernel takes the edges and no shape is fixed by them."""
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, _: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    function = torch.compile(
+        lambda x, edges: x + edges.diff().max(), backend=count, fullgraph=True
+    )
+    for cut in ([[0, 0, 1, 1]], [[0, 1, 2, 3]], [[0, 0, 0, 1]]):
+        edges = BACKENDS["varlen"].prepare(torch.tensor(cut), 1, 4, CPU)
+        assert function(torch.zeros(1), edges).item() == edges.diff().max()
+    assert len(graphs) == 1
+
+
 def test_equal_names_start_equal_in_every_variant(tiny_model_config) -> None:
     models = [
         build_model(
