@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lrattnres.config import ModelConfig, QKNorm, RopeKind, RopeScaling
-from lrattnres.kernels.reference import rms_norm
+from lrattnres.kernels.reference import rms_norm, wide
 from lrattnres.model.attention import AttentionBackend, Mask
 from lrattnres.residual.base import Change, Raw, Read
 
@@ -110,10 +110,17 @@ def rotation(
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     """Turns the interleaved pairs (0,1), (2,3), … of x [B, T, heads, head_dim] by the angle of
     their position.
+
+    A pair is a complex number, and its product with another is one pass over memory. Compilers of
+    torch make no code for complex numbers, so what is compiled has the same arithmetic in reals.
     """
-    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    cosines, sines = cosines.unsqueeze(-2), sines.unsqueeze(-2)
-    turned = torch.stack((even * cosines - odd * sines, even * sines + odd * cosines), dim=-1)
+    pairs = wide(x).unflatten(-1, (-1, 2))
+    cosines, sines = (part.unsqueeze(-2).to(pairs.dtype) for part in (cosines, sines))
+    if torch.compiler.is_compiling():
+        even, odd = pairs.unbind(-1)
+        turned = torch.stack((even * cosines - odd * sines, even * sines + odd * cosines), dim=-1)
+    else:
+        turned = torch.view_as_real(torch.view_as_complex(pairs) * torch.complex(cosines, sines))
     return turned.flatten(-2).to(x.dtype)
 
 

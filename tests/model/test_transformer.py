@@ -1,6 +1,7 @@
 """What a model may see: nothing of the future, of another document, or of another call."""
 
 import dataclasses
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -87,6 +88,15 @@ def test_rotation_is_of_interleaved_pairs_and_relative() -> None:
         turned * torch.polar(torch.ones_like(angles), angles)[None, :, None]
     ).flatten(-2)
     torch.testing.assert_close(rotate(x, cosines, sines), truth)
+    for x in (torch.randn(2, 6, 3, 4), torch.randn(2, 6, 5, 4)[..., 1:3, :].bfloat16()):
+        x.requires_grad_()
+        found = [rotate(x, cosines, sines)]
+        with patch("torch.compiler.is_compiling", lambda: True):
+            found.append(rotate(x, cosines, sines))
+        probe = torch.randn_like(x)
+        gradients = [torch.autograd.grad((each * probe).sum(), x)[0] for each in found]
+        torch.testing.assert_close(*found)  # eager and compiled arithmetic
+        torch.testing.assert_close(*gradients)
 
 
 def test_angles_are_made_once_and_outside_of_what_is_compiled(tiny_model_config) -> None:
