@@ -156,8 +156,7 @@ def apply_updates(
         cautious: an entry decays only where it and its update have the same sign. So the decay
             never works against the update, and a zero update decays nothing.
     """
-    each = updates.unbind()
-    decayed = list(weights)
+    each, decayed = list(updates.unbind()), list(weights)
     if cautious:
         agree = torch._foreach_mul(decayed, each)
         decayed = torch._foreach_mul(decayed, [product > 0 for product in agree])

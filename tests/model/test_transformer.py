@@ -133,9 +133,7 @@ def test_another_number_of_segments_is_not_compiled_again() -> None:
         graphs.append(graph)
         return graph.forward
 
-    function = torch.compile(
-        lambda x, edges: x + edges.diff().max(), backend=count, fullgraph=True
-    )
+    function = torch.compile(lambda x, edges: x + edges.diff().max(), backend=count, fullgraph=True)
     for cut in ([[0, 0, 1, 1]], [[0, 1, 2, 3]], [[0, 0, 0, 1]]):
         edges = BACKENDS["varlen"].prepare(torch.tensor(cut), 1, 4, CPU)
         assert function(torch.zeros(1), edges).item() == edges.diff().max()
