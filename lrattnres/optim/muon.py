@@ -159,6 +159,6 @@ def apply_updates(
     each, decayed = list(updates.unbind()), list(weights)
     if cautious:
         agree = torch._foreach_mul(decayed, each)
-        decayed = torch._foreach_mul(decayed, [product > 0 for product in agree])
+        decayed = list(torch._foreach_mul(decayed, [product > 0 for product in agree]))
     torch._foreach_sub_(list(weights), decayed, alpha=lr * weight_decay)
     torch._foreach_sub_(list(weights), each, alpha=lr * scale)
