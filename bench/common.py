@@ -31,6 +31,7 @@ if BARE:
 from lrattnres.config import ModelConfig
 from lrattnres.kernels.backends import choose_kernels
 from lrattnres.model.attention import choose_attention
+from lrattnres.model.head import choose_loss
 from lrattnres.model.transformer import Transformer, build_model
 from lrattnres.residual import base
 from lrattnres.residual.fused.schedule import Step, cheapest, steps
@@ -116,6 +117,7 @@ def build(
     kernels: str = "auto",
     training: bool,
     compiled: bool = False,
+    batch: int = 1,
 ) -> Transformer:
     """A model with random weights.
 
@@ -126,6 +128,7 @@ def build(
         kernels: Name of the backend for depth attention.
         training: Whether gradients are needed.
         compiled: Whether the model will be compiled.
+        batch: Windows of a forward pass.
     """
     config = model_config(name, shape)
     device, dtype = torch.device(chosen.device), getattr(torch, chosen.precision)
@@ -136,6 +139,9 @@ def build(
         attention=choose_attention("auto", device, dtype, training=training),
         dtype=dtype,
         kernels=choose_kernels(kernels, device, dtype, compiled=compiled),
+        loss=choose_loss(
+            "auto", device, batch * config.context, config.vocabulary, compiled=compiled
+        ),
     )
 
 

@@ -43,7 +43,7 @@ from lrattnres.data.streams import TrainStreams
 from lrattnres.data.tokenizers import Tokenizer, build_tokenizer
 from lrattnres.data.tokenizing import tokenize_corpus
 from lrattnres.model.attention import choose_attention
-from lrattnres.model.loss import window_losses
+from lrattnres.model.loss import window_objective
 from lrattnres.model.transformer import build_model
 
 CONTEXT, STREAMS, STEPS = 512, 16, 60
@@ -222,10 +222,10 @@ def waiting(documents: Documents, tokenizer: Tokenizer, steps: int) -> float:
     streams.next_batch()
     streams.waited, begin = 0.0, time.perf_counter()
     for _ in range(steps):
-        losses = window_losses(
+        objective = window_objective(
             model, streams.next_batch(), tokenizer.separator, documents=True
-        ).sums()
-        (losses.cross_entropy / losses.tokens).backward()
+        )
+        (objective.total / objective.losses.tokens.sum()).backward()
         model.zero_grad()
     seconds = time.perf_counter() - begin
     streams.close()

@@ -1,5 +1,7 @@
 """Training steps (forward, loss, backward) of every variant, compared with the baseline's.
 
+Head and loss are those of training.
+
     python bench/step.py                            # on a CPU: 8 transformer blocks of width 256
     python bench/step.py --device cuda --shape paper --compile regions
 
@@ -19,9 +21,10 @@ from typing import Any
 
 import common
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from lrattnres.config import Compile
+from lrattnres.distributed.parallel import COMPILE_MODES
 from lrattnres.model.transformer import Transformer
 
 VARIANTS = {
@@ -35,23 +38,28 @@ VARIANTS = {
 def build(name: str, options: argparse.Namespace) -> Transformer:
     """The model of a variant, compiled as the options say."""
     compiled, shape = options.compile != "off", common.SHAPES[options.shape]
-    kernels = options.kernels
-    model = common.build(name, shape, options, kernels=kernels, training=True, compiled=compiled)
-    if options.compile == "model":
-        model.compile(fullgraph=True)
-    if options.compile == "regions":
-        for sublayer in model.sublayers:
-            sublayer.compile()
-        if not model.router.attends:  # a few additions and a norm, slow if they are not compiled
-            model.router.write = torch.compile(model.router.write)  # type: ignore[method-assign]
-            model.router.read = torch.compile(model.router.read)  # type: ignore[method-assign]
+    model = common.build(
+        name,
+        shape,
+        options,
+        kernels=options.kernels,
+        training=True,
+        compiled=compiled,
+        batch=options.batch,
+    )
+    COMPILE_MODES[Compile(options.compile)](model)
+    if options.compile == "regions" and not model.router.attends:
+        # a few additions and a norm, slow if they are not compiled
+        model.router.write = torch.compile(model.router.write)  # type: ignore[method-assign]
+        model.router.read = torch.compile(model.router.read)  # type: ignore[method-assign]
     return model
 
 
 def step(model: Transformer, tokens: Tensor) -> None:
     """One forward and backward pass; the gradients are dropped."""
-    logits = model(tokens, model.mask(None, *tokens.shape))
-    F.cross_entropy(logits.flatten(0, 1).float(), tokens.roll(-1, 1).flatten()).backward()
+    targets = tokens.roll(-1, 1)
+    objective = model(tokens, model.mask(None, *tokens.shape), targets=targets, z_loss=1e-5)
+    (objective.total / tokens.numel()).backward()
     for parameter in model.parameters():
         parameter.grad = None
 

@@ -14,6 +14,7 @@ from lrattnres.config.machine import ClusterConfig as ClusterConfig
 from lrattnres.config.machine import Compile as Compile
 from lrattnres.config.machine import Device as Device
 from lrattnres.config.machine import Kernels as Kernels
+from lrattnres.config.machine import Loss as Loss
 from lrattnres.config.machine import ParallelConfig as ParallelConfig
 from lrattnres.config.machine import ParallelMode as ParallelMode
 from lrattnres.config.machine import Precision as Precision

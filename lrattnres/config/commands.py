@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from lrattnres.config.machine import AttentionBackend, Device, Kernels, Precision, cpu_threads
+from lrattnres.config.machine import (
+    AttentionBackend,
+    Device,
+    Kernels,
+    Loss,
+    Precision,
+    cpu_threads,
+)
 from lrattnres.config.model import Routing
 from lrattnres.config.schema import option
 from lrattnres.config.training import SEEDS, SEQUENCES
@@ -38,6 +45,10 @@ class EvalConfig:
     attention: AttentionBackend = option("attention kernel", AttentionBackend.auto)
     kernels: Kernels = option(
         "depth attention and streams; auto: triton on a GPU, else reference", Kernels.auto
+    )
+    loss: Loss = option(
+        "head and loss: by whole logits, or chunked, some tokens at a time; auto: chunked",
+        Loss.auto,
     )
     threads: int | None = cpu_threads()
     cache: str | None = option("folder for prepared corpora; null: as the run has it", None)

@@ -35,6 +35,12 @@ class Kernels(Enum):
     reference = "reference"
 
 
+class Loss(Enum):
+    auto = "auto"
+    whole = "whole"
+    chunked = "chunked"
+
+
 class Compile(Enum):
     off = "off"
     model = "model"

@@ -19,6 +19,7 @@ from lrattnres.config.machine import (
     Compile,
     Device,
     Kernels,
+    Loss,
     ParallelConfig,
     Precision,
     cpu_threads,
@@ -174,6 +175,12 @@ class TrainConfig:
     kernels: Kernels = option(
         "depth attention and streams; auto: triton on a GPU, else compiled where compile is on",
         Kernels.auto,
+        may_change=True,
+    )
+    loss: Loss = option(
+        "head and loss: by the logits of a whole forward pass, or chunked, some tokens at a time; "
+        "auto: whole where the model is compiled and its logits are small, else chunked",
+        Loss.auto,
         may_change=True,
     )
     compile: Compile = option(

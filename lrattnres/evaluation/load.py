@@ -25,6 +25,7 @@ from lrattnres.exchange.folder import Exported, ends_of
 from lrattnres.exchange.source import Source, find_source
 from lrattnres.kernels.backends import choose_kernels
 from lrattnres.model.attention import choose_attention
+from lrattnres.model.head import choose_loss
 from lrattnres.model.transformer import Transformer, build_model
 from lrattnres.residual.base import path_of
 from lrattnres.runs.checkpoint import Checkpoint
@@ -61,6 +62,7 @@ class Loaded(NamedTuple):
             "precision": self.precision.name,
             "attention": self.model.attention.name,
             "depth_kernels": self.model.kernels.name,
+            "loss": self.model.head.form.name,
         } | ({"passed_over": self.passed_over} if self.passed_over else {})
 
 
@@ -169,8 +171,15 @@ def _load_weights(
         )
     except ValueError as error:
         raise ConfigError([str(error)]) from error
+    tokens = (config.batch or 1) * model.context
     built = build_model(
-        model, seed=None, device=device, attention=attention, dtype=dtype, kernels=kernels
+        model,
+        seed=None,
+        device=device,
+        attention=attention,
+        dtype=dtype,
+        kernels=kernels,
+        loss=choose_loss(config.loss.name, device, tokens, model.vocabulary, compiled=False),
     )
     source.load({"model": dict(built.state_dict())})
     return built.requires_grad_(False)

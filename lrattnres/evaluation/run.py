@@ -86,6 +86,7 @@ def evaluate_run(config: EvalConfig) -> Evaluation:
 
     model, choices = loaded.model, loaded.choices()
     chosen = f"attention {choices['attention']}, depth kernels {choices['depth_kernels']}"
+    chosen += f", loss {choices['loss']}"
     if path_of(model.config).beyond_kernels(model.config):
         chosen += f" ({model.kernels.reason})"
     say(f"{loaded.source.path}: {choices['device']}, {choices['precision']}, {chosen}")
@@ -157,6 +158,7 @@ def _settings(config: EvalConfig, loaded: Loaded) -> TrainConfig:
         precision=loaded.precision,
         attention=config.attention,
         kernels=config.kernels,
+        loss=config.loss,
     )
 
 

@@ -55,23 +55,6 @@ def gain(width: int, wanted: bool) -> nn.Module:
     return Gain(width) if wanted else nn.Identity()
 
 
-class TiedHead(nn.Module):
-    """The output projection by the embedding's own matrix, which stays the embedding's
-    parameter.
-    """
-
-    def __init__(self, embedding: nn.Embedding):
-        super().__init__()
-        self._embedding = (embedding,)  # not a submodule: the matrix has one name
-
-    @property
-    def weight(self) -> Tensor:
-        return self._embedding[0].weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
-
-
 def _linear(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     return frequencies / scaling.factor
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from lrattnres.config import ModelConfig
 from lrattnres.kernels.backends import KERNELS, DepthKernels
 from lrattnres.model.attention import BACKENDS, AttentionBackend
-from lrattnres.model.layers import Attention, Context, Linear, SwiGLU, TiedHead, gain, rotation
+from lrattnres.model.head import LOSSES, Head, LossForm, OwnHead, TiedHead
+from lrattnres.model.layers import Attention, Context, SwiGLU, gain, rotation
 from lrattnres.residual.base import ResidualPath, Role, State, normal, path_of, pattern_of
 
 Observer = Callable[[int, State], None]
@@ -30,6 +32,7 @@ class Transformer(nn.Module):
         attention: how attention is computed.
         dtype: precision of the arithmetic.
         kernels: how the reads of attention residuals are computed.
+        loss: how head and losses are computed.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class Transformer(nn.Module):
         attention: AttentionBackend = BACKENDS["sdpa"],
         dtype: torch.dtype = torch.float32,
         kernels: DepthKernels = KERNELS["reference"],
+        loss: LossForm = LOSSES["whole"],
     ):
         super().__init__()
         assert config.vocabulary is not None, (
@@ -54,8 +58,10 @@ class Transformer(nn.Module):
             self.sublayers.append(Attention(config, emit, attention, values))
             self.sublayers.append(SwiGLU(config, emit))
         self.final = gain(config.dim, config.gains)
-        self.head = (
-            TiedHead(self.embedding) if config.tied else Linear(config.dim, config.vocabulary)
+        self.head: Head = (
+            TiedHead(self.embedding, loss)
+            if config.tied
+            else OwnHead(config.vocabulary, config.dim, loss)
         )
 
     def forward(
@@ -64,8 +70,10 @@ class Transformer(nn.Module):
         mask: Context | None,
         observe: Observer | None = None,
         path: ResidualPath | None = None,
-    ) -> Tensor:
-        """Logits [B, T, vocabulary] in `dtype`.
+        targets: Tensor | None = None,
+        z_loss: float = 0.0,
+    ) -> Any:
+        """Logits [B, T, vocabulary] in `dtype`; with targets their losses, an `Objective`.
 
         Args:
             tokens: int64 [B, T].
@@ -73,6 +81,8 @@ class Transformer(nn.Module):
             observe: called at every site with (site, state), before the site reads.
             path: the model's residual path in another form (see residual/coefficients.py); None: as
                 it is.
+            targets: int64 [B, T]; negative where there is none.
+            z_loss: z, the weight of the squared logsumexp in the objective.
         """
         path = path or self.router
         context = mask or Context(None, self.angles(tokens.shape[1], tokens.device))
@@ -84,7 +94,7 @@ class Transformer(nn.Module):
             state = self.step(path, state, site, context)
         if observe:
             observe(last, state)
-        return self.head(self.last_read(path, state))
+        return self.head(self.last_read(path, state), targets, z_loss)
 
     def step(self, path: ResidualPath, state: State, site: int, context: Context) -> State:
         """Sub-layer `site` reads and writes: the whole body of the loop, and what checkpointing can
@@ -140,6 +150,7 @@ def build_model(
     attention: AttentionBackend,
     dtype: torch.dtype,
     kernels: DepthKernels = KERNELS["reference"],
+    loss: LossForm = LOSSES["whole"],
     prepare: Callable[[Transformer], None] = lambda model: None,
 ) -> Transformer:
     """A model on `device` with its initial weights, or with none (seed None) for a checkpoint to
@@ -149,7 +160,7 @@ def build_model(
     any rank. Nothing is allocated twice.
     """
     with torch.device("meta"):
-        model = Transformer(config, attention, dtype, kernels)
+        model = Transformer(config, attention, dtype, kernels, loss)
     prepare(model)
     model.to_empty(device=device)
     if seed is not None:

@@ -27,12 +27,11 @@ from lrattnres.config.checks import DTYPES, resolve_device
 from lrattnres.distributed.parallel import Parallel, mesh_shape, mode_of, parallelize
 from lrattnres.kernels.backends import KERNELS, DepthKernels, choose_kernels
 from lrattnres.model.attention import BACKENDS, AttentionBackend
-from lrattnres.model.loss import token_losses
+from lrattnres.model.head import LossForm, choose_loss
 from lrattnres.model.transformer import Transformer, build_model
 from lrattnres.optim.build import build_optimizer
 from lrattnres.residual.base import path_of
 from lrattnres.training.instruments import transformer_blocks
-from lrattnres.training.loss import objective
 from lrattnres.training.machine import proc_bytes
 
 META = torch.device("meta")
@@ -138,6 +137,7 @@ def _on_meta(config: TrainConfig) -> Transformer:
         ),
         dtype=DTYPES[config.precision],
         kernels=_kernels(config),
+        loss=_loss(config),
         prepare=lambda model: parallelize(model, eager, Parallel()),
     )
 
@@ -159,6 +159,14 @@ def _kernels(config: TrainConfig) -> DepthKernels:
     return KERNELS["reference"] if chosen.name == "compiled" else chosen
 
 
+def _loss(config: TrainConfig) -> LossForm:
+    """How a run computes head and losses, not compiled."""
+    compiled = config.compile is not Compile.off
+    tokens, vocabulary = config.micro_batch * config.model.context, config.model.vocabulary
+    chosen = choose_loss(config.loss.name, META, tokens, vocabulary, compiled=compiled)
+    return chosen._replace(compiled=False)
+
+
 def _measure(model: Transformer, config: TrainConfig, world: int) -> tuple[int, int]:
     """Runs one forward and backward pass on the meta device.
 
@@ -178,8 +186,8 @@ def _measure(model: Transformer, config: TrainConfig, world: int) -> tuple[int, 
         parameter.grad = torch.empty_like(parameter)
     with Alive() as alive:
         tokens = torch.zeros(size, dtype=torch.int64, device=META)
-        losses = token_losses(model(tokens, None, observe), tokens)
-        objective(losses, config.z_loss, tokens.numel()).sum().backward()
+        objective = model(tokens, None, observe, None, tokens, config.z_loss)
+        (objective.total / tokens.numel()).backward()
         alive.bytes()
     return alive.peak, carried
 

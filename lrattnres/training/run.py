@@ -19,6 +19,7 @@ from lrattnres.distributed.ranks import PATIENCE, RankError, Ranks, placement, s
 from lrattnres.exchange.folder import read_exported
 from lrattnres.kernels.backends import choose_kernels
 from lrattnres.model.attention import choose_attention
+from lrattnres.model.head import choose_loss
 from lrattnres.model.transformer import Transformer, build_model
 from lrattnres.residual.base import path_of
 from lrattnres.residual.cost import Cost, cost
@@ -341,13 +342,16 @@ def _build(config: TrainConfig, parallel: Parallel) -> tuple[Transformer, dict[s
     """
     device, dtype = resolve_device(config.device), DTYPES[config.precision]
     attention = choose_attention(config.attention.name, device, dtype, training=True)
+    compiled = config.compile is not Compile.off
     kernels = choose_kernels(
         config.kernels.name,
         device,
         dtype,
-        compiled=config.compile is not Compile.off,
+        compiled=compiled,
         beyond=path_of(config.model).beyond_kernels(config.model),
     )
+    tokens = config.micro_batch * config.model.context
+    loss = choose_loss(config.loss.name, device, tokens, config.model.vocabulary, compiled=compiled)
     model = build_model(
         config.model,
         seed=config.seed,
@@ -355,6 +359,7 @@ def _build(config: TrainConfig, parallel: Parallel) -> tuple[Transformer, dict[s
         attention=attention,
         dtype=dtype,
         kernels=kernels,
+        loss=loss,
         prepare=partial(parallelize, config=config, parallel=parallel),
     )
     name = (
@@ -363,7 +368,8 @@ def _build(config: TrainConfig, parallel: Parallel) -> tuple[Transformer, dict[s
         else f"cpu, {torch.get_num_threads()} threads"
     )
     choices = {"device": name, "precision": config.precision.name, "attention": attention.name}
-    choices |= {"depth_kernels": kernels.name, "compile": config.compile.name, "ac": config.ac.name}
+    choices |= {"depth_kernels": kernels.name, "loss": model.head.form.name}
+    choices |= {"compile": config.compile.name, "ac": config.ac.name}
     shape = " x ".join(map(str, parallel.mesh.shape)) if parallel.mesh else "1"
     return model, choices | {"parallel": parallel.mode.name, "ranks": shape}
 
@@ -496,6 +502,7 @@ def _opening(
             f"{name} {value}" for name, value in choices.items() if name not in APART
         ),
         "kernels": f"{model.kernels.name}, {model.kernels.reason}",
+        "loss": f"{model.head.form.name}, {model.head.form.reason}",
         "peak": f"{choices['peak_flops'] / 1e12:.3g} TFLOP/s ({choices['peak_from']})",
     }
     lines = [f"{name:<10}{value}" for name, value in facts.items()]

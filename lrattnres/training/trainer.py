@@ -25,7 +25,7 @@ from lrattnres.data.streams import batch_hash
 from lrattnres.distributed.parallel import Parallel
 from lrattnres.distributed.ranks import RankError, network_failed
 from lrattnres.distributed.traffic import KINDS, Traffic
-from lrattnres.model.loss import window_losses
+from lrattnres.model.loss import window_losses, window_objective
 from lrattnres.model.transformer import Transformer
 from lrattnres.optim.build import build_optimizer
 from lrattnres.residual.probe import DepthProbe
@@ -33,7 +33,6 @@ from lrattnres.runs.checkpoint import Checkpoint, CheckpointError, Checkpoints, 
 from lrattnres.runs.files import from_json, to_json
 from lrattnres.training.evaluations import Interrupted, measure
 from lrattnres.training.instruments import block_norms, due, gradient_norm
-from lrattnres.training.loss import objective
 from lrattnres.training.machine import peak_memory
 from lrattnres.training.signals import StopRequest
 
@@ -307,11 +306,15 @@ class Trainer:
         for number, part in enumerate(parts, start=1):
             if mesh is not None and mesh.ndim == 2:  # replicas add their gradients once a step
                 cast(FSDPModule, self.model).set_requires_all_reduce(number == len(parts))
-            found = window_losses(self.model, part, separator, documents=config.documents)
-            pair = objective(found, config.z_loss, tokens)
-            pair.sum().backward()
-            losses += pair.detach()
-        loss, z_loss = self.ranks.sum(losses)
+            objective = window_objective(
+                self.model, part, separator, documents=config.documents, z_loss=config.z_loss
+            )
+            # Divided by the global number of targets, not averaged: the shares of all micro-batches
+            # and ranks add up to the loss of the whole batch, also where they differ in size.
+            (objective.total / tokens).backward()
+            sums = objective.losses.sums()
+            losses += torch.stack([sums.cross_entropy, config.z_loss * sums.squared_logsumexp])
+        loss, z_loss = self.ranks.sum(losses) / tokens
         return loss, z_loss, tokens
 
     # --- what is written --------------------------------------------------------------------------

@@ -96,7 +96,7 @@ def test_compiled_models_are_one_graph_and_stay_so(
             model.get_parameter(name).grad, parameter.grad, rtol=1e-4, atol=1e-6, msg=name
         )
     assert not counters["graph_break"]
-    assert counters["stats"]["unique_graphs"] == (1 if how == "model" else 2)
+    assert counters["stats"]["unique_graphs"] == (1 if how == "model" else 3)
 
 
 def test_meshes() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lrattnres.config import ModelConfig, parse
-from lrattnres.model.loss import token_losses
+from lrattnres.model.head import token_losses
 from lrattnres.model.transformer import Transformer
 from tests.paths import ROOT
 

@@ -10,7 +10,8 @@ from lrattnres.config.checks import resolve
 from lrattnres.distributed.parallel import Parallel, parallelize
 from lrattnres.kernels.backends import KERNELS
 from lrattnres.model.attention import BACKENDS
-from lrattnres.model.loss import window_losses
+from lrattnres.model.head import LOSSES
+from lrattnres.model.loss import window_objective
 from lrattnres.model.transformer import build_model
 from lrattnres.optim.build import build_optimizer
 from lrattnres.residual.base import paths
@@ -52,7 +53,7 @@ def test_the_estimate_is_what_a_real_pass_takes(
     )
     model = build_model(
         config.model, seed=0, device=torch.device("cpu"), attention=BACKENDS["sdpa"],
-        dtype=torch.float32, kernels=KERNELS[kernels],
+        dtype=torch.float32, kernels=KERNELS[kernels], loss=LOSSES["chunked"],
         prepare=lambda model: parallelize(model, config, Parallel()),
     )  # fmt: skip
     optimizer = build_optimizer(model, config.optimizer, config.steps)
@@ -60,8 +61,7 @@ def test_the_estimate_is_what_a_real_pass_takes(
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     with Alive() as alive:
-        sums = window_losses(model, windows, 256, documents=False).sums()
-        (sums.cross_entropy + sums.squared_logsumexp).backward()
+        window_objective(model, windows, 256, documents=False).total.backward()
         alive.bytes()
     memory = estimate_memory(config, world=1)
     weights = sum(parameter.nbytes for parameter in model.parameters())

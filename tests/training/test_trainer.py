@@ -11,7 +11,7 @@ from lrattnres.config.checks import resolve
 from lrattnres.data.dataset import open_dataset
 from lrattnres.evaluation.heldout import evaluate
 from lrattnres.model.attention import BACKENDS
-from lrattnres.model.loss import token_losses
+from lrattnres.model.head import token_losses
 from lrattnres.model.transformer import build_model
 from lrattnres.residual.base import paths
 from lrattnres.runs.checkpoint import Checkpoints
