@@ -241,6 +241,16 @@ def _schedule(config: TrainConfig) -> Iterator[str]:
         )
 
 
+def _evaluation(config: TrainConfig) -> Iterator[str]:
+    evaluation = config.evaluation
+    first, whole = evaluation.tokens_in_training, evaluation.tokens
+    if first is not None and first > whole:
+        yield (
+            f"evaluation.tokens_in_training={first}: must be at most evaluation.tokens={whole}; "
+            "null evaluates all of them"
+        )
+
+
 def _data(config: TrainConfig) -> Iterator[str]:
     data = config.data
     yield from _corpus(data)
@@ -459,7 +469,7 @@ def _shard_degree(mode: ParallelMode, degree: int | None, world: int) -> Iterato
 CHECKS: dict[type, tuple[Callable[[Any], Iterator[str]], ...]] = {
     TrainConfig: (
         *(_path, _match, _shapes, _optimizer),
-        *(_schedule, _data, _machine, _parallel),
+        *(_schedule, _evaluation, _data, _machine, _parallel),
     ),
     TokenizeConfig: (_tokenize,),
     GenerateConfig: (_generate,),

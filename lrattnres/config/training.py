@@ -104,6 +104,11 @@ class CheckpointConfig:
 class EvaluationConfig:
     every: int | None = _every("steps between evaluations in training; null: only at the end")
     tokens: int = option("held-out tokens that are evaluated", at_least=1)
+    tokens_in_training: int | None = option(
+        "the first of them, which are evaluated before the last step; null: all of them",
+        None,
+        at_least=1,
+    )
     batch: int = option("sequences a forward pass", 16, **SEQUENCES, may_change=True)
     diagnostics_every: int | None = _every(
         "steps between depth diagnostics in training, which come after the last step too; "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -101,7 +102,10 @@ def fire(launch: Launch) -> None:
             "write kernels=reference, or set TRITON_INTERPRET=1 before the start to have it "
             "interpreted"
         )
-    if all(launch.grid):
+    if not all(launch.grid):
+        return
+    # Triton launches on the current device, whatever device the tensors are on.
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         function(launch)[launch.grid](**launch.arguments, num_warps=launch.warps)
 
 

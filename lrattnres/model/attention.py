@@ -21,6 +21,17 @@ from torch import Tensor
 Mask = Any
 
 
+def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor of the host on a device.
+
+    The host goes on at once: a GPU copies from pinned memory, when it has done what was asked of it
+    before. From other memory the host would wait for that.
+    """
+    if device.type == "cuda" and tensor.is_cpu:
+        tensor = tensor.to(dtype).pin_memory()
+    return tensor.to(device, dtype, non_blocking=True)
+
+
 class AttentionBackend(NamedTuple):
     """name: of the table. prepare(documents [B, T] or None, batch, length, device) -> mask, once a
     batch.
@@ -40,7 +51,7 @@ def _dense_mask(
 ) -> Tensor | None:
     if documents is None:
         return None
-    documents = documents.to(device)
+    documents = to_device(documents, device)
     causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     return (documents[:, None, :, None] == documents[:, None, None, :]) & causal
 
@@ -59,7 +70,7 @@ def _block_mask(documents: Tensor | None, batch: int, length: int, device: torch
         return create_block_mask(
             lambda b, h, q, k: q >= k, None, None, length, length, device=str(device)
         )
-    documents = documents.to(device)
+    documents = to_device(documents, device)
 
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (q >= k) & (documents[b, q] == documents[b, k])
@@ -93,7 +104,7 @@ def _boundaries(documents: Tensor | None, batch: int, length: int, device: torch
             torch.tensor([batch * length], device=documents.device),
         ]
     )
-    edges = edges.to(device, torch.int32, non_blocking=True)
+    edges = to_device(edges, device, torch.int32)
     torch._dynamo.maybe_mark_dynamic(edges, 0)  # the next batch has another number of segments
     return edges
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lrattnres.data.packing import split_windows
+from lrattnres.model.attention import to_device
 from lrattnres.model.head import Losses, Objective
 from lrattnres.model.transformer import Observer, Transformer
 from lrattnres.residual.base import ResidualPath
@@ -37,7 +38,7 @@ def window_objective(
     inputs, targets, numbers = split_windows(windows, separator)
     device = model.head.weight.device
     mask = model.mask(numbers if documents else None, *inputs.shape)
-    inputs, targets = inputs.to(device), targets.to(device)
+    inputs, targets = to_device(inputs, device), to_device(targets, device)
     with nullcontext() if observe is None else torch.compiler.set_stance("force_eager"):
         return model(inputs, mask, observe, path, targets, z_loss)
 

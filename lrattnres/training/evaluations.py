@@ -59,7 +59,9 @@ def measure(
             model, windows, separator, documents=documents, ranks=ranks, pause=pause
         )
     if due(settings.every, step) or step == config.steps:
-        windows = _together(dataset, settings.tokens, settings.batch, ranks)
+        last = step == config.steps
+        tokens = settings.tokens if last else settings.tokens_in_training or settings.tokens
+        windows = _together(dataset, tokens, settings.batch, ranks)
         held_out = evaluate(
             model, windows, dataset.tokenizer, documents=documents, ranks=ranks, pause=pause
         ).record()

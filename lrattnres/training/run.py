@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from lrattnres.training.memory import GB, available_memory, check_memory, estima
 from lrattnres.training.progress import ProgressBar
 from lrattnres.training.signals import Stopped, requeue
 from lrattnres.training.sinks import build_sink
-from lrattnres.training.trainer import Trainer, TrainingError
+from lrattnres.training.trainer import Spent, Trainer, TrainingError
 
 Say = Callable[[str], None]
 APART = ("peak_flops", "peak_from", "notes")  # choices that are printed on lines of their own
@@ -463,6 +464,7 @@ def _finish(folder: RunFolder, trainer: Trainer) -> None:
         )
     summary = {name: last[name] for name in names} | {"bad_steps": trainer.progress.bad_steps}
     summary |= {"mean_grad_norm": trainer.mean_grad_norm}
+    summary |= {"seconds": trainer.spent and asdict(trainer.spent)}
     try:
         folder.finish(summary)
     except OSError as error:
@@ -476,6 +478,15 @@ def _finish(folder: RunFolder, trainer: Trainer) -> None:
         f"per token, {summary['val_bits_per_byte']:.4f} bits per byte over "
         f"{summary['val_tokens']:,} tokens"
     )
+    if trainer.spent is not None:
+        print(_times(trainer.spent))
+
+
+def _times(spent: Spent) -> str:
+    """Where the time of a run went, as a line."""
+    whole, *parts = asdict(spent).items()
+    shares = (f"{seconds / whole[1]:.1%} {name.replace('_', ' ')}" for name, seconds in parts)
+    return f"time: {whole[1]:,.0f} s, of which {', '.join(shares)}"
 
 
 def _opening(

@@ -58,6 +58,25 @@ class Progress:
     bad_in_a_row: int = 0
 
 
+@dataclass
+class Spent:
+    """Seconds that a run took so far, over all its starts; it is stored in every checkpoint.
+
+    What was done after the last checkpoint before a crash was lost, and does not count.
+
+    Attributes:
+        total: Of the training loop.
+        waiting_for_data: For batches.
+        evaluation: For held-out losses and depth diagnostics.
+        saving: For checkpoints, as far as training stood still.
+    """
+
+    total: float = 0.0
+    waiting_for_data: float = 0.0
+    evaluation: float = 0.0
+    saving: float = 0.0
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What one step gave. Tensors are still on the device.
@@ -90,6 +109,8 @@ class Trainer:
         unevaluated: The record of the current step, if its evaluation was left out; else None.
         recorded: The last step with a record; None: not known.
         shares: What each rank sent and used, as counted last; None: not counted.
+        spent: Where the time of the whole run went; None: it began with a version that did not
+            count it.
     """
 
     def __init__(
@@ -148,7 +169,9 @@ class Trainer:
         self.recorded: int | None = 0
         self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
         self.shares: dict[str, Any] | None = None
+        self.spent: Spent | None = Spent()
         self._restart_clock()
+        self._counted = self._clock
 
     # --- the loop ---------------------------------------------------------------------------------
 
@@ -165,6 +188,7 @@ class Trainer:
             RankError: Another rank raised one of these.
         """
         self._restart_clock()
+        self._counted = time.perf_counter()  # until when `spent.total` counts
         with self._signals, closing(self.streams):
             try:
                 return self._fit()
@@ -262,7 +286,8 @@ class Trainer:
     def _train_step(self) -> StepResult:
         progress, step = self.progress, self.progress.step
         self.optimizer.set_step(step)
-        windows = self.ranks.all_succeed(self.streams.next_batch)
+        with self._spending("waiting_for_data"):
+            windows = self.ranks.all_succeed(self.streams.next_batch)
         loss, z_loss, tokens = self.forward_backward(windows)
         blocks = (
             block_norms(self.model) if due(self.config.instruments.gradients, step + 1) else None
@@ -341,9 +366,10 @@ class Trainer:
         """
         step, self.unevaluated = self.progress.step, None
         try:
-            held_out, diagnostics = measure(
-                self.config, self.dataset, self.model, self.ranks, step, self._pause
-            )
+            with self._spending("evaluation"):
+                held_out, diagnostics = measure(
+                    self.config, self.dataset, self.model, self.ranks, step, self._pause
+                )
         except Interrupted:
             self.unevaluated = record
             return
@@ -498,15 +524,20 @@ class Trainer:
             TrainingError: It cannot be written.
         """
         details: dict[str, Any] = {"tokens": self.progress.tokens, "recorded": self.recorded}
+        self._count()
+        if self.spent is not None:
+            details["seconds"] = asdict(self.spent)
         if self.unevaluated is not None:
             details["unevaluated"] = to_json(self.unevaluated)
         try:
-            self.checkpoints.save(self.progress.step, self.state(), details)
-            if self._last or self.stopped_by:
-                self.checkpoints.wait()
+            with self._spending("saving"):
+                self.checkpoints.save(self.progress.step, self.state(), details)
+                if self._last or self.stopped_by:
+                    self.checkpoints.wait()
         except CheckpointError as error:
             raise TrainingError(str(error)) from error
         self._restart_clock()
+        self._count()
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Sets everything to the state of a checkpoint, written by any number of ranks. Collective.
@@ -531,6 +562,8 @@ class Trainer:
         self.ranks.all_succeed(lambda: self.streams.load_state(places))
         self.progress = Progress(**{name: int(value) for name, value in state["progress"].items()})
         self.recorded = checkpoint.details.get("recorded")
+        seconds = checkpoint.details.get("seconds")
+        self.spent = None if seconds is None else Spent(**seconds)
         waiting = checkpoint.details.get("unevaluated")
         self.unevaluated = None if waiting is None else from_json(waiting)
         if (own := state["random"].get(f"cpu.rank{self.ranks.rank}")) is not None:
@@ -551,6 +584,23 @@ class Trainer:
     @property
     def _last(self) -> bool:
         return self.progress.step == self.config.steps
+
+    @contextmanager
+    def _spending(self, part: str) -> Iterator[None]:
+        """A context whose time is counted as a part of the run's."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self.spent is not None:
+                now = time.perf_counter()
+                setattr(self.spent, part, getattr(self.spent, part) + now - begin)
+
+    def _count(self) -> None:
+        now = time.perf_counter()
+        if self.spent is not None:
+            self.spent.total += now - self._counted
+        self._counted = now
 
     def _restart_clock(self) -> None:
         self._clock, self._clock_tokens = time.perf_counter(), self.progress.tokens

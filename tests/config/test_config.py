@@ -102,6 +102,10 @@ def faults(*overrides: str) -> list[str]:
         ("optimizer.muon_lr=inf", ["optimizer.muon_lr=inf", "must be a finite number"]),
         ("optimizer.muon_lr=-1", ["optimizer.muon_lr=-1.0", "at least 0"]),
         ("data.holdout=1", ["data.holdout=1.0", "between 0 and 1, both excluded"]),
+        (
+            "evaluation.tokens_in_training=100000000",
+            ["evaluation.tokens_in_training=100000000", "evaluation.tokens=65536", "null"],
+        ),
         ("evaluation.tokens=0", ["evaluation.tokens=0", "at least 1"]),
         ("attention=flex", ["attention=flex", "no backward", "attention=sdpa"]),
     ],

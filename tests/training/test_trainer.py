@@ -3,6 +3,7 @@ bit.
 """
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from lrattnres.model.head import token_losses
 from lrattnres.model.transformer import build_model
 from lrattnres.residual.base import paths
 from lrattnres.runs.checkpoint import Checkpoints
-from lrattnres.training.trainer import Trainer, TrainingError
+from lrattnres.training import trainer as trainer_module
+from lrattnres.training.trainer import Spent, Trainer, TrainingError
 from tests.config.test_config import composed
 
 CPU = torch.device("cpu")
@@ -214,3 +216,50 @@ def test_the_average_gradient_norm_survives_a_stop(make_trainer) -> None:
     while resumed.progress.step < 4:
         resumed.train_step()
     assert resumed.mean_grad_norm == straight.mean_grad_norm
+
+
+def test_evaluations_before_the_last_step_may_take_fewer_tokens(make_trainer) -> None:
+    trainer = make_trainer(
+        "evaluation.every=10", "evaluation.tokens=600", "evaluation.tokens_in_training=99"
+    )
+    assert trainer.fit() and trainer.progress.step == 40
+    tokens = {record["step"]: record.get("val_tokens") for record in trainer.records}
+    assert (tokens[9], tokens[10], tokens[40]) == (None, 99, 600)
+
+
+def test_the_time_of_a_run_is_counted_over_its_starts(
+    make_trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that only moves where the test says so."""
+    now = [0.0]
+    clock = SimpleNamespace(perf_counter=lambda: now[0])
+    monkeypatch.setattr("lrattnres.training.trainer.time", clock)
+
+    def slow(owner: object, name: str, seconds: float) -> None:
+        call = getattr(owner, name)
+
+        def late(*given, **named):
+            now[0] += seconds
+            return call(*given, **named)
+
+        monkeypatch.setattr(owner, name, late)
+
+    slow(trainer_module, "measure", 1000.0)
+    first, second = (
+        make_trainer("evaluation.every=null", "checkpoint.every=100") for _ in range(2)
+    )
+    for trainer in (first, second):
+        slow(trainer.streams, "next_batch", 1.0)
+        slow(trainer.checkpoints, "save", 10.0)
+        slow(trainer.optimizer, "step", 100.0)
+    for _ in range(14):
+        first.train_step()
+    first.save()
+    second.restore(second.checkpoints.at(14))
+    assert second.spent == Spent(total=1414, waiting_for_data=14)
+    assert second.fit()
+    # 26 steps, each of which calls `measure`, and a save; that of the first start came after what
+    # it stored.
+    assert second.spent == Spent(
+        total=1414 + 26 * 1101 + 10, waiting_for_data=40, evaluation=26_000, saving=10
+    )
