@@ -138,7 +138,9 @@ def build(
         device=device,
         attention=choose_attention("auto", device, dtype, training=training),
         dtype=dtype,
-        kernels=choose_kernels(kernels, device, dtype, compiled=compiled),
+        kernels=choose_kernels(
+            kernels, device, dtype, compiled=compiled, known=base.path_of(config).backends
+        ),
         loss=choose_loss(
             "auto", device, batch * config.context, config.vocabulary, compiled=compiled
         ),

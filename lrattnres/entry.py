@@ -195,7 +195,10 @@ def started_from(values: dict[str, Any], overrides: Iterable[str]) -> dict[str, 
                 "scripts/convert.py"
             ]
         )
-    exported, errors = read_exported(Path(initial)), []
+    try:
+        exported, errors = read_exported(Path(initial)), []
+    except FolderError as error:
+        raise ConfigError([f"initial={initial}: {error}"]) from error
     for word in overrides:
         if re.match(r"[+~]*(model(\.[\w.]+)?|table1)(=|$)", word):
             errors.append(

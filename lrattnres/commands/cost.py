@@ -42,7 +42,8 @@ class CostConfig:
         None,
     )
     paths: Paths | None = option(
-        "all: every residual path with its own defaults, at the size of the settings; null: one",
+        "all: every residual path with its own defaults, at the size, rank and blocks of the "
+        "settings; null: one",
         None,
     )
 

@@ -18,6 +18,7 @@ from lrattnres.config import (
     CorpusName,
     DataConfig,
     Device,
+    Kernels,
     LoggerName,
     ModelConfig,
     Orthogonalizer,
@@ -83,6 +84,12 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
         notes.append(f"optimizer.routing_lr {of_path}")
         optimizer = dataclasses.replace(config.optimizer, routing_lr=None)
         config = dataclasses.replace(config, optimizer=optimizer)
+    if config.kernels.name not in ("auto", *path.backends):
+        notes.append(
+            f"kernels={config.kernels.name} has no code for model.residual={model.residual}: "
+            "recorded as auto"
+        )
+        config = dataclasses.replace(config, kernels=Kernels.auto)
     if config.compile is Compile.model and placement()[1] > 1:
         # So that the command for one GPU is the command for many.
         notes.append(
@@ -164,7 +171,12 @@ def _shapes(config: TrainConfig) -> Iterator[str]:
             f"{model.head_dim + 1}"
         )
     elif model.head_dim is None and model.heads >= 1 and model.dim % model.heads:
-        yield f"model.dim={model.dim}: must be divisible by model.heads={model.heads}"
+        possible = [n for n in range(1, model.dim + 1) if model.dim % (2 * n) == 0]
+        heads = min(possible, key=lambda n: abs(n - model.heads), default=1)
+        yield (
+            f"model.heads={model.heads}: must divide model.dim={model.dim}; write "
+            f"model.heads={heads}, or a model.head_dim"
+        )
     elif model.head_dim is None and model.heads >= 1 and (model.dim // model.heads) % 2:
         size = model.dim // model.heads
         yield (
@@ -285,6 +297,10 @@ def _corpus(data: DataConfig) -> Iterator[str]:
             f"data.revision={data.revision}: only the hub has revisions; write null, or "
             "data=ultra_fineweb data.root=null"
         )
+    if data.column != "text" and name in (CorpusName.docstrings, CorpusName.tokens):
+        yield (
+            f"data.column={data.column}: data={name.name} has no use for it; write data.column=text"
+        )
     if name is not CorpusName.ultra_fineweb:
         for key in ("min_score", "max_files"):
             if getattr(data, key) is not None:
@@ -371,12 +387,15 @@ def _machine(config: TrainConfig) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
     try:
-        compiled = config.compile is not Compile.off
-        known = config.model.residual in paths()
-        beyond = path_of(config.model).beyond_kernels(config.model) if known else []
-        choose_kernels(
-            config.kernels.name, device, DTYPES[config.precision], compiled=compiled, beyond=beyond
-        )
+        path = path_of(config.model) if config.model.residual in paths() else None
+        if path is None or config.kernels.name in path.backends:
+            choose_kernels(
+                config.kernels.name,
+                device,
+                DTYPES[config.precision],
+                compiled=config.compile is not Compile.off,
+                beyond=path.beyond_kernels(config.model) if path else [],
+            )
     except ValueError as error:
         yield str(error)
     compiler = os.environ.get("CXX", "g++")

@@ -43,6 +43,7 @@ class NormScope(Enum):
 
 # Of a width or a count inside the model: beyond them nothing could be built.
 COUNT: dict[str, Any] = {"at_least": 1, "at_most": 2**16}
+LAYERS: dict[str, Any] = {"at_least": 1, "at_most": 2**12}
 WIDTH: dict[str, Any] = {"at_least": 1, "at_most": 2**20}
 TOKENS: dict[str, Any] = {"at_least": 1, "at_most": 2**27}
 
@@ -145,7 +146,7 @@ class ModelConfig:
         "how the mixture is used: replace the stream or add to it; null: as published", None
     )
     path: dict[str, Any] = option("settings of the residual path of its own", dict)
-    layers: int = option("number L of transformer blocks, each of two sub-layers", **COUNT)
+    layers: int = option("number L of transformer blocks, each of two sub-layers", **LAYERS)
     dim: int = option("width d of the residual stream", **WIDTH)
     heads: int = option("attention heads; dim / heads must be even", **COUNT)
     mlp_width: int = option("width of the SwiGLU hidden layer", **WIDTH)

@@ -240,6 +240,9 @@ def unknown(key: str, value: Any, known: Collection[str], prefix: str = "") -> s
         key.rsplit(".", 1)[-1], known, n=1, cutoff=0.5
     )
     hint = f"; did you mean {prefix}{close[0]}?" if close else ""
+    if not close and len(known) <= 12:
+        names = ", ".join(prefix + name for name in known)
+        hint = f"; write one of {names}" if names else "; there are no settings here, leave it out"
     return f"{prefix}{key}={value}: no such key{hint}"
 
 

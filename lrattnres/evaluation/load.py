@@ -62,7 +62,7 @@ class Loaded(NamedTuple):
             "precision": self.precision.name,
             "attention": self.model.attention.name,
             "depth_kernels": self.model.kernels.name,
-            "loss": self.model.head.form.name,
+            "loss_form": self.model.head.form.name,
         } | ({"passed_over": self.passed_over} if self.passed_over else {})
 
 
@@ -168,6 +168,7 @@ def _load_weights(
             dtype,
             compiled=False,
             beyond=path_of(model).beyond_kernels(model),
+            known=path_of(model).backends,
         )
     except ValueError as error:
         raise ConfigError([str(error)]) from error

@@ -86,7 +86,7 @@ def evaluate_run(config: EvalConfig) -> Evaluation:
 
     model, choices = loaded.model, loaded.choices()
     chosen = f"attention {choices['attention']}, depth kernels {choices['depth_kernels']}"
-    chosen += f", loss {choices['loss']}"
+    chosen += f", loss {choices['loss_form']}"
     if path_of(model.config).beyond_kernels(model.config):
         chosen += f" ({model.kernels.reason})"
     say(f"{loaded.source.path}: {choices['device']}, {choices['precision']}, {chosen}")

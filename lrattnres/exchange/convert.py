@@ -148,6 +148,13 @@ def _trained(model: ModelConfig, weights: Mapping[str, Callable[[], Tensor]]) ->
 def _given_ours(source: Path, read: Weights) -> Given:
     exported = read_exported(source)
     names = {name.removeprefix("model."): name for name in read.files}
+    path = path_of(exported.model)
+    if path.begins(exported.model) == "other":
+        raise FolderError(
+            f"from={source}: model.residual={exported.model.residual} does not compute what a "
+            "plain transformer with these weights does, so another residual path would make "
+            "another model of them; write a folder with model.residual=baseline"
+        )
     if _trained(exported.model, {own: partial(read, there) for own, there in names.items()}):
         raise FolderError(
             f"from={source}: its reads were trained, and a new residual path begins without them, "

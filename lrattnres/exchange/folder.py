@@ -216,14 +216,15 @@ def load_model(
         ValueError: This attention or these kernels cannot run here.
     """
     exported, device = read_exported(Path(folder)), torch.device(device)
-    beyond = path_of(exported.model).beyond_kernels(exported.model)
+    path = path_of(exported.model)
+    beyond, known = path.beyond_kernels(exported.model), path.backends
     model = build_model(
         exported.model,
         seed=None,
         device=device,
         attention=choose_attention(attention, device, dtype, training=False),
         dtype=dtype,
-        kernels=choose_kernels(kernels, device, dtype, compiled=False, beyond=beyond),
+        kernels=choose_kernels(kernels, device, dtype, compiled=False, beyond=beyond, known=known),
     )
     exported.load({"model": dict(model.state_dict())})
     return model

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -112,6 +112,7 @@ def choose_kernels(
     *,
     compiled: bool,
     beyond: Sequence[str] = (),
+    known: Collection[str] | None = None,
 ) -> DepthKernels:
     """Chooses the backend, and gives the reason for it.
 
@@ -125,6 +126,7 @@ def choose_kernels(
         dtype: Of the values.
         compiled: Whether the model is compiled.
         beyond: Settings, as key=value, that need more than a plain backend computes.
+        known: Names of the backends that have code for the residual path; None: all.
 
     Returns:
         The entry of KERNELS, with its `reason`.
@@ -136,7 +138,9 @@ def choose_kernels(
     if name != "auto":
         if name not in KERNELS:
             raise ValueError(f"kernels={name}: write one of auto, {', '.join(KERNELS)}")
-        obstacle = KERNELS[name].obstacle(device, dtype) or _beyond(KERNELS[name], beyond)
+        obstacle = _unknown(name, known)
+        obstacle = obstacle or KERNELS[name].obstacle(device, dtype)
+        obstacle = obstacle or _beyond(KERNELS[name], beyond)
         if obstacle:
             raise ValueError(
                 f"kernels={name}: {obstacle}; or write kernels=auto or kernels=reference"
@@ -148,11 +152,16 @@ def choose_kernels(
         other = (
             "the model is not compiled" if backend.name == "compiled" and not compiled else other
         )
+        other = _unknown(backend.name, known) or other
         obstacle = other or backend.obstacle(device, dtype) or _beyond(backend, beyond)
         if obstacle is None:
             return backend._replace(reason="; ".join(["chosen by kernels=auto", *refused]))
         refused.append(f"not {backend.name}: {obstacle}")
     raise AssertionError("the reference runs everywhere")
+
+
+def _unknown(name: str, known: Collection[str] | None) -> str | None:
+    return None if known is None or name in known else "it has no code for this residual path"
 
 
 def _beyond(backend: DepthKernels, beyond: Sequence[str]) -> str | None:

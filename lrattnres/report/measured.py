@@ -127,7 +127,7 @@ def ranking(group: Group) -> Table:
         )
     columns = (
         *("run", "loss", "difference", "added FLOPs, %", "time of a token"),
-        *("place by loss", "by compute", "by time", "seeds"),
+        *("place by loss", "by compute", "by time", "number of seeds"),
     )
     notes = (
         "Sorted by loss. The difference is to the baseline, as a mean over the seeds that both "

@@ -60,6 +60,7 @@ class AttentionResiduals(ResidualPath):
     rule: ClassVar[KeyRule]
     published: ClassVar[Routing] = Routing.replace
     start, attends = "scaled", True
+    backends = ("triton", "compiled", "reference")
     uses = frozenset({"blocks", "routing", "gate", "depth"})
 
     def __init__(self, config: ModelConfig):

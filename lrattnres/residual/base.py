@@ -130,6 +130,7 @@ class ResidualPath(nn.Module):
             token.
         plain: whether it is the one that the others are compared with.
         attends: whether a read is a softmax over sources, so that `weights` gives α.
+        backends: names of the depth kernels that compute it (kernels/backends.py).
         emit_dim: columns that every output projection writes beyond its d.
         heads: softmaxes of one read.
     """
@@ -140,6 +141,7 @@ class ResidualPath(nn.Module):
     start: ClassVar[str] = "other"
     plain: ClassVar[bool] = False
     attends: ClassVar[bool] = False
+    backends: ClassVar[tuple[str, ...]] = ("reference",)
     linear: bool = True
     emit_dim: int = 0
     heads: int = 1
@@ -383,7 +385,16 @@ def _modules() -> Iterator[ModuleType]:
 
 
 def path_of(config: ModelConfig) -> type[ResidualPath]:
-    """The class of a model's residual path, ablations included. `config.residual` must be in the
-    table.
+    """The class of a model's residual path, ablations included.
+
+    Raises:
+        ConfigError: It is not in the table.
     """
-    return paths()[config.residual].variant(config)
+    if (found := paths().get(config.residual)) is None:
+        raise ConfigError(
+            [
+                f"model.residual={config.residual}: no such residual path here; if it has a file "
+                f"of its own, name its folder in the environment, {FOLDERS}=FOLDER"
+            ]
+        )
+    return found.variant(config)

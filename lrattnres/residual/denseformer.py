@@ -83,9 +83,13 @@ class DenseFormer(ResidualPath):
 
     @classmethod
     def errors(cls, config: ModelConfig) -> Iterator[str]:
-        yield from (found := list(super().errors(config)))
-        if not found and (period := cls.options_of(config).period) > config.layers:
-            yield (
-                f"model.path.period={period}: no block would have an average; "
-                f"write 1 to model.layers={config.layers}"
-            )
+        if found := list(super().errors(config)):
+            yield from found
+            return
+        lacks = {"period": "an average", "dilation": "an average of two"}
+        for name, lack in lacks.items():
+            if (value := getattr(cls.options_of(config), name)) > config.layers:
+                yield (
+                    f"model.path.{name}={value}: no block would have {lack}; "
+                    f"write 1 to model.layers={config.layers}"
+                )

@@ -62,6 +62,8 @@ class State(NamedTuple):
 class Streams(ResidualPath):
     """n streams of width d; its subclasses say with which weights a site uses them."""
 
+    backends = ("triton", "reference")
+
     def connections(self, streams: Sequence[Tensor], site: int) -> tuple[Tensor, Tensor]:
         """A [..., n, n + 1], whose first column reads, and β [..., n]; float32.
 

@@ -134,8 +134,11 @@ class ResFormer(ValueResidual):
         blocks, layers = cls.mixing(config), config.layers
         if not blocks:
             yield (
-                "model.residual=resformer: no block would mix; "
-                + ("write model.layers=2 or more" if layers < 2 else "write model.path.sparse=null")
+                f"model.layers={layers}: no block of model.residual=resformer would mix; write 2 "
+                "or more"
+                if layers < 2
+                else "model.path.sparse=[]: no block would mix; write model.path.sparse=null for "
+                "all of them"
             )
         elif not set(blocks) <= set(range(2, layers + 1)) or len(set(blocks)) < len(blocks):
             yield (

@@ -103,6 +103,11 @@ class RunFolder:
         """
         run = cls.of(config)
         with run.usable():
+            if config.resume.isdigit() and not run.config_path.exists():
+                raise RunError(
+                    f"resume={config.resume}: there is no run in {run.path}; write resume=auto to "
+                    "start one"
+                )
             run.path.mkdir(parents=True, exist_ok=True)
             run._lock = _locked(run.path)
             try:
@@ -312,8 +317,9 @@ class RunFolder:
         before, paths = values_of(written), _full_paths(config)
         known = _read_json(self.paths_path) if self.paths_path.exists() else {}
         errors = [
-            f"{key}: {before[key]} at the start, {now[key]} now"
+            f"{name}: {was} at the start, {is_now} now"
             for key, (_, metadata) in fields_of(TrainConfig).items()
+            for name, was, is_now in _differing(key, before[key], now[key])
             if before[key] != now[key]
             and not metadata["may_change"]
             and key != "name"  # the user may rename the folder
@@ -330,6 +336,15 @@ class RunFolder:
         return (
             f"write name=OTHER to start another run, or remove {self.path} to start this one again"
         )
+
+
+def _differing(key: str, before: Any, now: Any) -> list[tuple[str, Any, Any]]:
+    """What differs in a setting; a dictionary of free settings has a key of its own for each."""
+    if not (isinstance(before, dict) and isinstance(now, dict)):
+        return [(key, before, now)]
+    names = sorted(before.keys() | now.keys())
+    both = [(f"{key}.{name}", before.get(name), now.get(name)) for name in names]
+    return [(name, was, is_now) for name, was, is_now in both if was != is_now]
 
 
 def _full_paths(config: TrainConfig) -> dict[str, str]:

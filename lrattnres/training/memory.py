@@ -149,12 +149,14 @@ def _kernels(config: TrainConfig) -> DepthKernels:
     known.
     """
     compiled = config.compile is not Compile.off
-    device, beyond = (
-        resolve_device(config.device),
-        path_of(config.model).beyond_kernels(config.model),
-    )
+    path = path_of(config.model)
     chosen = choose_kernels(
-        config.kernels.name, device, DTYPES[config.precision], compiled=compiled, beyond=beyond
+        config.kernels.name,
+        resolve_device(config.device),
+        DTYPES[config.precision],
+        compiled=compiled,
+        beyond=path.beyond_kernels(config.model),
+        known=path.backends,
     )
     return KERNELS["reference"] if chosen.name == "compiled" else chosen
 

@@ -350,6 +350,7 @@ def _build(config: TrainConfig, parallel: Parallel) -> tuple[Transformer, dict[s
         dtype,
         compiled=compiled,
         beyond=path_of(config.model).beyond_kernels(config.model),
+        known=path_of(config.model).backends,
     )
     tokens = config.micro_batch * config.model.context
     loss = choose_loss(config.loss.name, device, tokens, config.model.vocabulary, compiled=compiled)
@@ -369,7 +370,7 @@ def _build(config: TrainConfig, parallel: Parallel) -> tuple[Transformer, dict[s
         else f"cpu, {torch.get_num_threads()} threads"
     )
     choices = {"device": name, "precision": config.precision.name, "attention": attention.name}
-    choices |= {"depth_kernels": kernels.name, "loss": model.head.form.name}
+    choices |= {"depth_kernels": kernels.name, "loss_form": model.head.form.name}
     choices |= {"compile": config.compile.name, "ac": config.ac.name}
     shape = " x ".join(map(str, parallel.mesh.shape)) if parallel.mesh else "1"
     return model, choices | {"parallel": parallel.mode.name, "ranks": shape}

@@ -489,8 +489,8 @@ class Trainer:
         if self.progress.bad_in_a_row >= self.config.max_bad_steps:
             raise TrainingError(
                 f"{self.progress.bad_in_a_row} steps in a row had a loss or gradient that is not "
-                f"finite, the last of them step {self.progress.step}; the newest checkpoint is "
-                "from before. Lower the learning rates of `optimizer`, or raise "
+                f"finite, the last of them step {self.progress.step}; no checkpoint was saved "
+                "since then. Lower the learning rates of `optimizer`, or raise "
                 f"max_bad_steps={self.config.max_bad_steps}"
             )
 

@@ -14,6 +14,7 @@ from lrattnres.commands.estimate import EstimateConfig
 from lrattnres.config import (
     ConfigError,
     EvalConfig,
+    Kernels,
     TokenizeConfig,
     TrainConfig,
     defaults,
@@ -29,6 +30,7 @@ from lrattnres.config.checks import checked, resolve
 from lrattnres.config.commands import ConvertConfig, ExportConfig, GenerateConfig, InspectConfig
 from lrattnres.config.schema import alternatives
 from lrattnres.entry import loosened, of_paper, plain_settings, run_name, settings
+from lrattnres.kernels.backends import choose_kernels
 from lrattnres.residual.base import path_of, paths
 from tests.paths import CONFIGS
 
@@ -60,7 +62,8 @@ def faults(*overrides: str) -> list[str]:
         ("model.rank=1.5", ["model.rank=1.5", "a whole number"]),
         ("model.blocks=13", ["model.blocks=13", "2*model.layers=12"]),
         ("model.blocks=0", ["model.blocks=0", "null makes every sub-layer a source"]),
-        ("model.heads=3", ["model.dim=128", "model.heads=3"]),
+        ("model.heads=3", ["model.dim=128", "model.heads=3", "write model.heads=2"]),
+        ("model.layers=5000", ["model.layers=5000", "between 1 and 4096"]),
         ("model.heads=128", ["model.heads=128", "1 dimensions", "even"]),
         ("model.kv_heads=3", ["model.kv_heads=3", "model.heads=4", "null"]),
         ("model.head_dim=7", ["model.head_dim=7", "write 8"]),
@@ -106,6 +109,7 @@ def faults(*overrides: str) -> list[str]:
             "evaluation.tokens_in_training=100000000",
             ["evaluation.tokens_in_training=100000000", "evaluation.tokens=65536", "null"],
         ),
+        ("data.column=body", ["data.column=body", "docstrings", "write data.column=text"]),
         ("evaluation.tokens=0", ["evaluation.tokens=0", "at least 1"]),
         ("attention=flex", ["attention=flex", "no backward", "attention=sdpa"]),
     ],
@@ -494,3 +498,23 @@ def test_the_proxy_is_as_large_as_its_page_says() -> None:
         config.evaluation.tokens,
         config.evaluation.diagnostics_tokens,
     ) == (100, 131_072, 65_536)
+
+
+def test_kernels_that_a_path_has_no_code_for_are_recorded_as_auto() -> None:
+    """Also without a GPU, so that a sweep over paths may ask for kernels."""
+    for name, path in (("triton", "mudd"), ("compiled", "hc"), ("triton", "baseline")):
+        config, notes = resolve(
+            composed(*DEMO, f"model.residual={path}", f"kernels={name}", "model.rank=null")
+        )
+        assert config.kernels is Kernels.auto
+        note = f"kernels={name} has no code for model.residual={path}: recorded as auto"
+        assert note in notes
+    with pytest.raises(ValueError, match="kernels=triton: it has no code for this residual path"):
+        choose_kernels(
+            "triton", torch.device("cpu"), torch.float32, compiled=False, known=["reference"]
+        )
+
+
+def test_a_path_of_a_folder_that_is_not_named_any_more() -> None:
+    with pytest.raises(ConfigError, match=r"model.residual=tail: no such .*LRATTNRES_PATHS=FOLDER"):
+        path_of(dataclasses.replace(composed(*DEMO).model, residual="tail"))

@@ -223,6 +223,16 @@ def test_trained_reads_are_not_thrown_away(models, tmp_path: Path, residual, nam
         converted(tmp_path / "first", tmp_path / "second", "model.residual=attn_res")
 
 
+@pytest.mark.parametrize("residual", ["postnorm", "lime"])
+def test_weights_are_not_taken_from_a_path_that_is_no_plain_transformer(
+    models, tmp_path: Path, residual: str
+) -> None:
+    """Even if there is nothing in it that could be trained."""
+    converted(models["llama"][0], tmp_path / "first", f"model.residual={residual}")
+    with pytest.raises(FolderError, match=f"from=.*model.residual={residual} does not compute"):
+        converted(tmp_path / "first", tmp_path / "second", "model.residual=baseline")
+
+
 def test_a_damaged_model_is_not_converted_again(models, tmp_path: Path) -> None:
     converted(models["llama"][0], tmp_path / "first", "model.residual=baseline")
     tree = json.loads((tmp_path / "first" / "config.json").read_text())

@@ -143,6 +143,8 @@ def test_the_given_model_decides_the_model(given: Path) -> None:
     assert len(refusal.value.errors) == 3 and "write tokenizer=bytes" in str(refusal.value)
     with pytest.raises(ConfigError, match="initial: not set; write initial=DIR"):
         started_from({"initial": "???"}, [])
+    with pytest.raises(ConfigError, match=r"initial=/not/there: .*write a folder"):
+        started_from({"initial": "/not/there"}, [])
 
 
 @pytest.mark.parametrize("routing_lr", [None, 0.004])

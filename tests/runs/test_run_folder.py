@@ -86,11 +86,18 @@ def test_the_settings_come_back(tmp_path: Path) -> None:
 
 
 def test_a_setting_that_results_depend_on_may_not_change(tmp_path: Path) -> None:
-    run = opened(config(tmp_path))
+    run = opened(config(tmp_path, model__path={"n": 2, "m": 1}))
     before = run.config_path.read_bytes()
     with pytest.raises(RunError) as error:
         RunFolder.open(
-            config(tmp_path, seed=1, optimizer__muon_lr=0.02, model__blocks=3, checkpoint__every=7)
+            config(
+                tmp_path,
+                seed=1,
+                optimizer__muon_lr=0.02,
+                model__blocks=3,
+                model__path={"n": 3, "m": 1},
+                checkpoint__every=7,
+            )
         )
     message = str(error.value)
     for part in (
@@ -99,6 +106,7 @@ def test_a_setting_that_results_depend_on_may_not_change(tmp_path: Path) -> None
         "model.blocks: None",
     ):
         assert part in message
+    assert "model.path.n: 2 at the start, 3 now" in message and "m: 1" not in message
     assert "checkpoint" not in message and "name=OTHER" in message and str(run.path) in message
     assert run.config_path.read_bytes() == before
 
@@ -114,6 +122,12 @@ def test_the_others_may_and_are_taken_over(tmp_path: Path) -> None:
         "wandb",
         "model",
     )
+
+
+def test_a_step_of_a_run_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"resume=50: there is no run in .*write resume=auto"):
+        RunFolder.open(config(tmp_path, resume="50"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_resume_none(tmp_path: Path) -> None:
