@@ -9,7 +9,7 @@ TWO := -n 2 --dist worksteal
 .DEFAULT_GOAL := help
 GRID := runs/table1-proxy
 PATHS := runs/paths-demo
-.PHONY: help setup demo table1-proxy paths test test-slow test-gpu gpu-check check docs clean
+.PHONY: help setup demo table1-proxy paths test test-slow test-gpu gpu check docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,8 +35,8 @@ test-slow: $(READY) ## the tests that take longer: every variant compiled, every
 test-gpu: $(READY) ## the tests that need a CUDA device
 	$(TEST) -m gpu
 
-gpu-check: ## kernels on this GPU: correct, and how fast; needs torch and Triton only, takes some four minutes
-	$(PYTHON) bench/gpu_check.py --json gpu-check.json
+gpu: ## what only a GPU can tell: kernels, steps, train.py, profile; ends itself after nine minutes; needs torch and Triton
+	$(PYTHON) bench/gpu.py --json gpu.json
 
 check: $(READY) ## linter, formatter and type checker
 	$(BIN)/ruff check .

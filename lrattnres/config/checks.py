@@ -253,16 +253,6 @@ def _schedule(config: TrainConfig) -> Iterator[str]:
         )
 
 
-def _evaluation(config: TrainConfig) -> Iterator[str]:
-    evaluation = config.evaluation
-    first, whole = evaluation.tokens_in_training, evaluation.tokens
-    if first is not None and first > whole:
-        yield (
-            f"evaluation.tokens_in_training={first}: must be at most evaluation.tokens={whole}; "
-            "null evaluates all of them"
-        )
-
-
 def _data(config: TrainConfig) -> Iterator[str]:
     data = config.data
     yield from _corpus(data)
@@ -297,7 +287,7 @@ def _corpus(data: DataConfig) -> Iterator[str]:
             f"data.revision={data.revision}: only the hub has revisions; write null, or "
             "data=ultra_fineweb data.root=null"
         )
-    if data.column != "text" and name in (CorpusName.docstrings, CorpusName.tokens):
+    if data.column != "text" and name is CorpusName.docstrings:
         yield (
             f"data.column={data.column}: data={name.name} has no use for it; write data.column=text"
         )
@@ -488,7 +478,7 @@ def _shard_degree(mode: ParallelMode, degree: int | None, world: int) -> Iterato
 CHECKS: dict[type, tuple[Callable[[Any], Iterator[str]], ...]] = {
     TrainConfig: (
         *(_path, _match, _shapes, _optimizer),
-        *(_schedule, _evaluation, _data, _machine, _parallel),
+        *(_schedule, _data, _machine, _parallel),
     ),
     TokenizeConfig: (_tokenize,),
     GenerateConfig: (_generate,),

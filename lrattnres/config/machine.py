@@ -22,6 +22,7 @@ class Precision(Enum):
 
 class AttentionBackend(Enum):
     auto = "auto"
+    flash3 = "flash3"
     flash = "flash"
     varlen = "varlen"
     flex = "flex"

@@ -105,9 +105,10 @@ class EvaluationConfig:
     every: int | None = _every("steps between evaluations in training; null: only at the end")
     tokens: int = option("held-out tokens that are evaluated", at_least=1)
     tokens_in_training: int | None = option(
-        "the first of them, which are evaluated before the last step; null: all of them",
+        "how many of them at most before the last step; null: all of them",
         None,
         at_least=1,
+        may_change=True,
     )
     batch: int = option("sequences a forward pass", 16, **SEQUENCES, may_change=True)
     diagnostics_every: int | None = _every(

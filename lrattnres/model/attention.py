@@ -132,13 +132,26 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, edges: Tensor) -> Tensor:
     return packed.unflatten(0, query.shape[:2])
 
 
+def _packed(
+    attend: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, edges: Tensor
+) -> Tensor:
+    length = query.shape[1]
+    flat = (part.flatten(0, 1) for part in (query, key, value))
+    packed = attend(*flat, edges, edges, length, length, causal=True)
+    packed = packed[0] if isinstance(packed, tuple) else packed  # some versions add a logsumexp
+    return packed.unflatten(0, query.shape[:2])
+
+
 def _flash(query: Tensor, key: Tensor, value: Tensor, edges: Tensor) -> Tensor:
     from flash_attn import flash_attn_varlen_func
 
-    length = query.shape[1]
-    flat = (part.flatten(0, 1) for part in (query, key, value))
-    packed = flash_attn_varlen_func(*flat, edges, edges, length, length, causal=True)
-    return packed.unflatten(0, query.shape[:2])
+    return _packed(flash_attn_varlen_func, query, key, value, edges)
+
+
+def _flash3(query: Tensor, key: Tensor, value: Tensor, edges: Tensor) -> Tensor:
+    from flash_attn_interface import flash_attn_varlen_func
+
+    return _packed(flash_attn_varlen_func, query, key, value, edges)
 
 
 def _needs_half_on_gpu(device: torch.device, dtype: torch.dtype, training: bool) -> str | None:
@@ -153,6 +166,15 @@ def _flash_obstacle(device: torch.device, dtype: torch.dtype, training: bool) ->
     return _needs_half_on_gpu(device, dtype, training)
 
 
+def _flash3_obstacle(device: torch.device, dtype: torch.dtype, training: bool) -> str | None:
+    if importlib.util.find_spec("flash_attn_interface") is None:
+        return "FlashAttention 3 (the package flash_attn_interface) is not installed"
+    if (other := _needs_half_on_gpu(device, dtype, training)) is not None:
+        return other
+    hopper = torch.cuda.get_device_capability(device)[0] == 9
+    return None if hopper else "FlashAttention 3 needs a Hopper GPU"
+
+
 def _flex_obstacle(device: torch.device, dtype: torch.dtype, training: bool) -> str | None:
     return (
         "FlexAttention has no backward pass on a CPU" if device.type == "cpu" and training else None
@@ -162,6 +184,7 @@ def _flex_obstacle(device: torch.device, dtype: torch.dtype, training: bool) -> 
 BACKENDS = {
     backend.name: backend
     for backend in (
+        AttentionBackend("flash3", _boundaries, _flash3, _flash3_obstacle),
         AttentionBackend("flash", _boundaries, _flash, _flash_obstacle),
         AttentionBackend("varlen", _boundaries, _varlen, _needs_half_on_gpu),
         AttentionBackend("flex", _block_mask, _flex, _flex_obstacle),
@@ -179,7 +202,7 @@ def choose_attention(
     Raises ValueError saying why a named one cannot run on this machine, and what to write instead.
     """
     if name == "auto":
-        candidates = ("flash", "varlen", "flex", "sdpa") if device.type == "cuda" else ("sdpa",)
+        candidates = tuple(BACKENDS) if device.type == "cuda" else ("sdpa",)
         return next(
             BACKENDS[key]
             for key in candidates

@@ -134,8 +134,8 @@ class ResFormer(ValueResidual):
         blocks, layers = cls.mixing(config), config.layers
         if not blocks:
             yield (
-                f"model.layers={layers}: no block of model.residual=resformer would mix; write 2 "
-                "or more"
+                f"model.layers={layers}: no block of model.residual=resformer would mix; write "
+                "model.layers=2 or more"
                 if layers < 2
                 else "model.path.sparse=[]: no block would mix; write model.path.sparse=null for "
                 "all of them"

@@ -59,8 +59,9 @@ def measure(
             model, windows, separator, documents=documents, ranks=ranks, pause=pause
         )
     if due(settings.every, step) or step == config.steps:
-        last = step == config.steps
-        tokens = settings.tokens if last else settings.tokens_in_training or settings.tokens
+        tokens = settings.tokens
+        if step != config.steps and settings.tokens_in_training is not None:
+            tokens = min(tokens, settings.tokens_in_training)
         windows = _together(dataset, tokens, settings.batch, ranks)
         held_out = evaluate(
             model, windows, dataset.tokenizer, documents=documents, ranks=ranks, pause=pause

@@ -71,7 +71,7 @@ def cut_and_continue(
     last.restore(last.checkpoints.at(at))
     assert last.fit()
     assert (
-        last.checkpoints.newest(print).details.keys() == {"tokens", "recorded"}
+        last.checkpoints.newest(print).details.keys() == {"tokens", "recorded", "seconds"}
         or at == last.config.steps
     )
     diagnosed = {4, 8} if last.config.evaluation.diagnostics_every else set()
@@ -100,7 +100,14 @@ DIAGNOSED = ["evaluation.diagnostics_every=4", "evaluation.diagnostics_tokens=50
 
 @pytest.mark.parametrize(
     ("evaluation", "at", "also"),
-    [(1, 4, []), (2, 8, []), (1, 4, DIAGNOSED), (2, 4, DIAGNOSED), (3, 8, DIAGNOSED)],
+    [
+        (1, 4, []),
+        (3, 8, DIAGNOSED),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((2, 8, []), (1, 4, DIAGNOSED), (2, 4, DIAGNOSED))
+        ),
+    ],
 )
 def test_one_process(tiny_run, tmp_path: Path, evaluation: int, at: int, also: list[str]) -> None:
     settings = tiny_run(*EVERY, *also)
@@ -110,7 +117,7 @@ def test_one_process(tiny_run, tmp_path: Path, evaluation: int, at: int, also: l
     assert comparable(found) == comparable(straight.records)  # to the last bit
 
 
-@pytest.mark.parametrize("also", [[], DIAGNOSED])
+@pytest.mark.parametrize("also", [pytest.param([], marks=pytest.mark.slow), DIAGNOSED])
 def test_two_ranks(tiny_run, tmp_path: Path, also: list[str]) -> None:
     settings = tiny_run(*EVERY, *also)
     straight = build(settings)

@@ -89,8 +89,8 @@ def one_rank_overflows(rank: int, settings: list[str]) -> None:
     trainer = build(settings)
     trainer.train_step()
     before = {name: tensor.clone() for name, tensor in trainer.state()["model"].items()}
-    hook = trainer.model.head.register_forward_hook(
-        lambda module, given, out: out * (math.inf if rank == 1 else 1)
+    hook = trainer.model.head.register_forward_pre_hook(
+        lambda module, given: (given[0] * (math.inf if rank == 1 else 1), *given[1:])
     )
     trainer.train_step()
     assert (trainer.progress.step, trainer.progress.bad_steps, trainer.progress.bad_in_a_row) == (

@@ -14,7 +14,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("name", ["flash", "varlen", "flex"])
+@pytest.mark.parametrize("name", ["flash3", "flash", "varlen", "flex"])
 def test_packed_kernels_agree_with_the_dense_mask(name: str, documents: bool) -> None:
     device = torch.device("cuda")
     if BACKENDS[name].obstacle(device, torch.bfloat16, True):

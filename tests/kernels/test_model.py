@@ -81,7 +81,8 @@ def test_a_compiled_model_is_one_graph_and_the_same(
     assert_same(outcome(kernels, tokens), outcome(reference, tokens), 2e-5)
 
 
-@pytest.mark.parametrize("blocks", [pytest.param(None, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("blocks", [None, 4])
 def test_the_backward_graph_adds_no_gradients_of_sources(
     tiny_model_config, blocks: int | None
 ) -> None:

@@ -77,13 +77,19 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+LOW = pytest.param(torch.bfloat16, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, LOW])
 @pytest.mark.parametrize(("residual", "options"), CASES)
 def test_reads_and_gradients_are_those_of_the_definition(residual, options, dtype) -> None:
     same(residual, 40, (2, 21), dtype, **options)
 
 
-@pytest.mark.parametrize(("residual", "dim", "tokens"), [("mhc", 8, 3), ("hc", 136, 1)])
+@pytest.mark.parametrize(
+    ("residual", "dim", "tokens"),
+    [("mhc", 8, 3), pytest.param("hc", 136, 1, marks=pytest.mark.slow)],
+)
 def test_any_width_and_number_of_tokens(residual: str, dim: int, tokens: int) -> None:
     same(residual, dim, (tokens,), torch.float32)
 
@@ -116,6 +122,7 @@ def test_products_of_bfloat16_lose_little(joint: bool) -> None:
         assert error(gradient, expected) < 5e-3  # as it is rounded
 
 
+@pytest.mark.slow
 def test_the_operators_keep_the_rules_of_torch() -> None:
     def some(*shape: int) -> Tensor:
         return torch.randn(*shape, device=DEVICE)
@@ -168,7 +175,7 @@ def outcome(model: Transformer) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("ac", ["none", "full"])
-@pytest.mark.parametrize("residual", ["hc", "mhc"])
+@pytest.mark.parametrize("residual", ["hc", pytest.param("mhc", marks=pytest.mark.slow)])
 def test_a_model_with_kernels_is_the_model(residual: str, ac: str) -> None:
     kernels, reference = models(residual, ac)
     for found, truth in zip(outcome(kernels), outcome(reference), strict=True):

@@ -62,7 +62,7 @@ def test_two_ranks_with_kernels_are_one_process_without(tiny_run, residual: str)
         assert_same(found, truth)
 
 
-@pytest.mark.parametrize("ac", ["selective", "full"])
+@pytest.mark.parametrize("ac", [pytest.param("selective", marks=pytest.mark.slow), "full"])
 def test_recomputation_with_kernels_changes_nothing(tiny_run, ac: str) -> None:
     settings = tiny_run(*SMALL)
     plain, found = (

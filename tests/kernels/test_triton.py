@@ -91,7 +91,10 @@ def reads(path: ResidualPath, outputs: list[Tensor]) -> list[Tensor]:
 CASES = [("attn_res", None), ("s_lr", None), ("p_lr", None), ("delta", None), ("p_lr", Routing.add)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+LOW = pytest.param(torch.bfloat16, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, LOW])
 @pytest.mark.parametrize(
     ("blocks", "starts"),
     [(None, (0, 1, 4)), (3, (0, 3)), (4, (0, 4)), (2, None), (1, (0,)), (3, tuple(range(9)))],
@@ -259,7 +262,7 @@ choose_kernels("triton", torch.device("cpu"), torch.float32, compiled=False)
     assert "write kernels=auto or kernels=reference" in process.stderr
 
 
-@pytest.mark.parametrize("sources", [1, 3])
+@pytest.mark.parametrize("sources", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_compiled_reads_are_the_reference(sources: int) -> None:
     leaves, probe = (
         inputs(sources, 6, 32, 4, torch.float32, False),

@@ -120,7 +120,7 @@ def test_no_more_logits_exist_than_those_of_a_chunk() -> None:
     assert peaks["chunked"] < 3 * chunk + 3 * weight + 2 * 4 * tokens * dim + 200 * tokens
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_what_is_compiled_has_one_operator_for_all_chunks(compiled: bool) -> None:
     torch._dynamo.reset()
     counters.clear()

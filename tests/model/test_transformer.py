@@ -1,10 +1,15 @@
 """What a model may see: nothing of the future, of another document, or of another call."""
 
 import dataclasses
+import itertools
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from lrattnres.model.attention import BACKENDS, choose_attention
 from lrattnres.model.transformer import Transformer, build_model, initialize
@@ -186,11 +191,47 @@ def test_segment_edges_of_packed_kernels() -> None:
     assert BACKENDS["flash"].prepare(None, 3, 4, CPU).tolist() == [0, 4, 8, 12]
 
 
-@pytest.mark.parametrize("name", ["flash", "varlen", "flex"])
+@pytest.mark.parametrize("name", ["flash3", "flash", "varlen", "flex"])
 def test_a_backend_that_cannot_train_here_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"attention={name}: .*write attention="):
         choose_attention(name, CPU, torch.float32, training=True)
     assert choose_attention("auto", CPU, torch.float32, training=True).name == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "capability"),
+    [("flash3", "flash_attn_interface", (9, 0)), ("flash", "flash_attn", (8, 0))],
+)
+def test_packages_get_packed_sequences(monkeypatch, name: str, package: str, capability) -> None:
+    """As the versions of FlashAttention take them: 2 returns a tensor, some of 3 a tuple."""
+
+    def attend(query, key, value, first, second, longest, most, *, causal: bool):
+        assert causal and first is second and longest == most == 4
+        pieces = [slice(*pair) for pair in itertools.pairwise(first.tolist())]
+        parts = [
+            F.scaled_dot_product_attention(
+                *(part[piece].transpose(0, 1) for part in (query, key, value)), is_causal=True
+            ).transpose(0, 1)
+            for piece in pieces
+        ]
+        found = torch.cat(parts)
+        return (found, None) if name == "flash3" else found
+
+    module = ModuleType(package)
+    module.flash_attn_varlen_func = attend
+    module.__spec__ = ModuleSpec(package, None)
+    monkeypatch.setitem(sys.modules, package, module)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert (
+        choose_attention("auto", torch.device("cuda"), torch.bfloat16, training=True).name == name
+    )
+    documents = torch.tensor([[0, 0, 1, 1], [0, 0, 0, 0], [0, 1, 2, 2]])
+    query, key, value = torch.randn(3, 3, 4, 2, 8).unbind(0)
+    reads = [
+        BACKENDS[each].attend(query, key, value, BACKENDS[each].prepare(documents, 3, 4, CPU))
+        for each in ("sdpa", name)
+    ]
+    torch.testing.assert_close(*reads)
 
 
 @pytest.mark.parametrize("residual", ["baseline", "attn_res", "p_lr"])
@@ -218,12 +259,8 @@ def test_observers_see_every_site_and_change_nothing(tiny_model_config) -> None:
     assert torch.equal(observed, model(tokens, mask))
 
 
-SLOW_TO_COMPILE = [
-    pytest.param(name, marks=pytest.mark.slow) for name in ("baseline", "attn_res", "s_lr", "delta")
-]
-
-
-@pytest.mark.parametrize("residual", ["p_lr", *SLOW_TO_COMPILE])
+@pytest.mark.slow
+@pytest.mark.parametrize("residual", ["baseline", "attn_res", "p_lr", "s_lr", "delta"])
 def test_the_compiled_model_agrees_and_keeps_plain_names(tiny_model_config, residual: str) -> None:
     config = tiny_model_config(residual=residual, layers=2)
     eager, compiled = make(config), make(config)

@@ -53,6 +53,7 @@ def moved(residual: str, *, backward: bool, **options) -> float:
     return counted / (4 * TOKENS * DIM)
 
 
+@pytest.mark.slow
 def test_weights_that_do_not_depend_on_the_token_are_one_pass(counted) -> None:
     """Exactly the bound; what is more than it are the weights."""
     bound = 2 * (N + 1)
