@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 
+from lrattnres.config import ModelConfig
+from lrattnres.residual.cost import cost
 from lrattnres.residual.fused.schedule import (
     Step,
     backward_traffic,
@@ -117,6 +119,31 @@ def test_the_page_shows_these_counts() -> None:
         )
         name = f"N = {blocks}" if blocks else "full"
         assert f"| {name} | " + " | ".join(f"{count:.0f}" for count in counts) + " |" in page
+
+
+def test_the_page_predicts_from_these_counts() -> None:
+    """Against a step at 55% of the peak of an H100 or H200."""
+    page = (ROOT / "docs" / "performance.md").read_text()
+    config = ModelConfig(
+        residual="baseline",
+        rank=None,
+        blocks=None,
+        layers=24,
+        dim=1024,
+        heads=16,
+        mlp_width=2816,
+        context=2048,
+        vocabulary=100_277,
+    )
+    seconds = cost(config).training_flops / (0.55 * 989e12)
+    assert f"{1e6 * seconds:.2f} µs a token" in page
+    for blocks in (4, 8, 16, None):
+        plan = DepthPlan(48, blocks)
+        moved = 2 * 1024 * round(units(plan, cheapest(plan, 1 / 32)))
+        shares = [moved / rate / seconds for rate in (3.35e12, 4.8e12)]
+        cells = [f"{share:.1%}"[:-1] + f" – {share / 0.9:.1%}" for share in shares]
+        name = f"N = {blocks}" if blocks else "full"
+        assert f"| {name} | {moved // 2048} | {cells[0]} | {cells[1]} |" in page
 
 
 def test_plain_reads_cost_what_they_cost() -> None:
