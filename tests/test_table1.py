@@ -52,6 +52,7 @@ def seconds(sentence: str) -> int:
     return ((int(days or 0) * 24 + int(hours)) * 60 + int(minutes)) * 60 + int(rest)
 
 
+@pytest.mark.slow
 def test_the_forecast_is_what_is_left_at_the_measured_rates(tmp_path: Path, monkeypatch) -> None:
     settings = ["experiment=proxy", f"runs={tmp_path}"]
     timed: list[str] = []

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import warnings
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -139,7 +140,7 @@ def _below(folder: Path) -> list[Path]:
 
 def _text(path: Path, column: str) -> Iterator[Row]:
     # Bytes, since reading as text would turn CRLF into LF.
-    yield Row("line 1", path.read_bytes().decode("utf-8"))
+    yield Row("line 1", path.read_bytes().removeprefix(BOM_UTF8).decode("utf-8"))
 
 
 def _json_lines(path: Path, column: str, compression: str | None) -> Iterator[Row]:
@@ -149,6 +150,8 @@ def _json_lines(path: Path, column: str, compression: str | None) -> Iterator[Ro
     # at b"\n" alone: JSON may hold the other line breaks of Unicode.
     with io.BufferedReader(pa.input_stream(str(path), compression=compression), 1 << 20) as lines:
         for number, line in enumerate(lines, start=1):
+            if number == 1:
+                line = line.removeprefix(BOM_UTF8)
             if line.strip():
                 yield Row(f"line {number}", _json_text(path, number, line, column))
 

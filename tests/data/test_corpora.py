@@ -162,7 +162,42 @@ def test_a_file_cut_in_half_is_named_and_nothing_is_kept(opened, tmp_path, endin
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+ODD = [
+    ("a.jsonl", b'\xef\xbb\xbf{"text": "a"}\n{"text": "b"}', ["a", "b"]),
+    ("a.jsonl", b'\xef\xbb\xbf\n{"text": "a"}\n', ["a"]),
+    ("a.jsonl", b'{"text": "a"}\r\n{"text": "b\\r\\n"}\r\n', ["a", "b\r\n"]),
+    ("a.jsonl", b'{"text": "a\\u0000b"}\n\n  \t\n{"text": " "}', ["a\0b", " "]),
+    ("a.txt", b"\xef\xbb\xbfa\r\nb\0 ", ["a\r\nb\0 "]),
+    ("a.txt", "a\ufeffb".encode(), ["a\ufeffb"]),
+    ("a.txt", b" \n", [" \n"]),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "expected"), ODD)
+def test_odd_files_are_read_as_they_are(opened, tmp_path, name, content, expected):
+    (tmp_path / "in" / name).write_bytes(content)
+    assert texts(opened()) == expected
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int8(), pa.string())],
+    ids=str,
+)
+def test_every_kind_of_text_column(opened, tmp_path, kind):
+    values = pa.array(["a", None, "ä\0", "", "a"]).cast(kind)
+    parquet.write_table(pa.table({"text": values}), tmp_path / "in" / "a.parquet")
+    none = pa.table({"text": pa.array([], pa.string())})
+    parquet.write_table(none, tmp_path / "in" / "b.parquet")
+    nulls = pa.table({"text": pa.array([None, None], pa.null())})
+    parquet.write_table(nulls, tmp_path / "in" / "c.parquet")
+    corpus = opened()
+    assert texts(corpus) == ["a", "ä\0", "a"]
+    assert "4 empty rows skipped" in corpus.description
+
+
 BROKEN = [
+    ("a.jsonl", b'{"text": "a\0b"}', r"a\.jsonl, line 1: not a line of JSON.*control character"),
     ("a.jsonl", b'{"text": "ok"}\n{"text": "a"\n', r"a\.jsonl, line 2: not a line of JSON"),
     ("a.jsonl", b'{"text": "ok"}\n\n[1]\n', r"a\.jsonl, line 3: a JSON list"),
     (

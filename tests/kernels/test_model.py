@@ -61,16 +61,9 @@ def test_a_model_with_kernels_is_the_model(
     assert_same(outcome(kernels, tokens), outcome(reference, tokens), 2e-5)
 
 
-SLOW = [
-    pytest.param(name, blocks, marks=pytest.mark.slow)
-    for name in ("attn_res", "p_lr", "delta")
-    for blocks in (None, 3)
-]
-
-
-@pytest.mark.parametrize(
-    ("residual", "blocks"), [("s_lr", 3), pytest.param("s_lr", None, marks=pytest.mark.slow), *SLOW]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("residual", ["attn_res", "p_lr", "s_lr", "delta"])
+@pytest.mark.parametrize("blocks", [None, 3])
 def test_a_compiled_model_is_one_graph_and_the_same(
     tiny_model_config, residual: str, blocks: int | None
 ) -> None:

@@ -52,7 +52,8 @@ def assert_same(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) 
 SMALL = ["model.layers=3", "model.blocks=3", "parallel.mode=none"]
 
 
-@pytest.mark.parametrize("residual", ["s_lr", pytest.param("p_lr", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("residual", ["s_lr", "p_lr"])
 def test_two_ranks_with_kernels_are_one_process_without(tiny_run, residual: str) -> None:
     """FSDP2: the queries stay in the root unit, so a group's are there before its sub-layers are gathered."""
     settings = tiny_run(*SMALL, f"model.residual={residual}")
@@ -62,7 +63,8 @@ def test_two_ranks_with_kernels_are_one_process_without(tiny_run, residual: str)
         assert_same(found, truth)
 
 
-@pytest.mark.parametrize("ac", [pytest.param("selective", marks=pytest.mark.slow), "full"])
+@pytest.mark.slow
+@pytest.mark.parametrize("ac", ["selective", "full"])
 def test_recomputation_with_kernels_changes_nothing(tiny_run, ac: str) -> None:
     settings = tiny_run(*SMALL)
     plain, found = (

@@ -245,7 +245,10 @@ def test_the_choice_of_kernels_is_explained(tiny_model_config) -> None:
         ValueError,
         match=r"kernels=triton: it does not compute model.depth.heads=2; or write kernels=auto",
     ):
-        choose_kernels("triton", CPU, torch.float32, compiled=False, beyond=["model.depth.heads=2"])
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        choose_kernels(
+            "triton", device, torch.float32, compiled=False, beyond=["model.depth.heads=2"]
+        )
     chosen = choose_kernels(
         "auto", torch.device("cuda"), torch.bfloat16, compiled=False, beyond=["model.depth.heads=2"]
     )

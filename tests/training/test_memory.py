@@ -46,13 +46,15 @@ FAST, *SLOW = CASES
 def test_the_estimate_is_what_a_real_pass_takes(
     residual: str, ac: str, kernels: str, blocks: str
 ) -> None:
+    device = torch.device("cpu")
     if kernels == "triton":
         pytest.importorskip("triton")
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = settings(
         f"model.residual={residual}", f"model.blocks={blocks}", f"ac={ac}", f"kernels={kernels}"
     )
     model = build_model(
-        config.model, seed=0, device=torch.device("cpu"), attention=BACKENDS["sdpa"],
+        config.model, seed=0, device=device, attention=BACKENDS["sdpa"],
         dtype=torch.float32, kernels=KERNELS[kernels], loss=LOSSES["chunked"],
         prepare=lambda model: parallelize(model, config, Parallel()),
     )  # fmt: skip
