@@ -29,7 +29,6 @@ if BARE:
     sys.modules |= {"omegaconf": stand_in, "omegaconf.errors": errors}
 
 from lrattnres.config import ModelConfig
-from lrattnres.kernels.backends import choose_kernels
 from lrattnres.model.attention import choose_attention
 from lrattnres.model.head import choose_loss
 from lrattnres.model.transformer import Transformer, build_model
@@ -138,8 +137,8 @@ def build(
         device=device,
         attention=choose_attention("auto", device, dtype, training=training),
         dtype=dtype,
-        kernels=choose_kernels(
-            kernels, device, dtype, compiled=compiled, known=base.path_of(config).backends
+        kernels=base.path_of(config).choose_kernels(
+            config, kernels, device, dtype, compiled=compiled
         ),
         loss=choose_loss(
             "auto", device, batch * config.context, config.vocabulary, compiled=compiled

@@ -37,7 +37,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,7 +102,8 @@ PAPER = Size(
     training=(
         *("experiment=paper", "data=docstrings", "tokenizer=bytes", "model.vocabulary=100277"),
         *("steps=20", "global_batch=32", "evaluation.tokens=100000"),
-        *("evaluation.tokens_in_training=null", "checkpoint.every=1000"),
+        *("evaluation.tokens_in_training=null", "checkpoint.every=1000", "optimizer.warmup=4"),
+        *("optimizer.momentum_rise=0", "optimizer.momentum_fall=0"),
     ),
     errors=((1, 96, 8), (9, 1024, 32), (9, 1024, 1024), (2, 4096, 33), (17, 1000, 64)),
 )
@@ -150,6 +151,7 @@ class Report:
     begin: float = field(default_factory=lambda: time.monotonic())
     figures: list[dict[str, Any]] = field(default_factory=list)
     head: dict[str, Any] = field(default_factory=dict)
+    ahead: list[subprocess.Popen[bytes]] = field(default_factory=list)  # what compiles kernels
 
     @property
     def left(self) -> float:
@@ -175,6 +177,14 @@ class Report:
         print(f"{record['part']} {figure.name}: {json.dumps(shown)}", flush=True)
         return record
 
+    def end(self, by_limit: bool) -> None:
+        """Stops what compiles ahead, and says how it went: None for a process that was not done."""
+        self.head["ended_by_limit"] = by_limit
+        self.head["exit_codes_of_compiling_ahead"] = [process.poll() for process in self.ahead]
+        self.write()
+        for process in self.ahead:
+            process.kill()
+
     def write(self) -> None:
         """Never leaves half a file."""
         if self.path is None:
@@ -194,8 +204,7 @@ def _rounded(value: Any) -> Any:
 
 def _end(report: Report) -> None:
     """Called by a timer: what runs is not waited for."""
-    report.head["ended_by_limit"] = True
-    report.write()
+    report.end(by_limit=True)
     print(f"{report.limit:.0f} seconds are over", flush=True)
     os._exit(0)
 
@@ -532,11 +541,9 @@ class Steps:
         (objective.total / self.windows[:, 1:].numel()).backward()
         model.zero_grad(set_to_none=True)
 
-    @property
+    @cached_property
     def windows(self) -> Tensor:
-        if not hasattr(self, "_windows"):
-            self._windows = windows(self.size)
-        return self._windows
+        return windows(self.size)
 
     def compare(self, name: str, rounds: int) -> dict[str, Any]:
         """Alternating rounds of the baseline and one other."""
@@ -574,13 +581,11 @@ class Steps:
 
         return cost(self.models[name].config).training_flops
 
-    @property
+    @cached_property
     def peak(self) -> float:
         from lrattnres.training.machine import peak_flops
 
-        if not hasattr(self, "_peak"):
-            self._peak = peak_flops(DEVICE, DTYPE)[0]
-        return self._peak
+        return peak_flops(DEVICE, DTYPE)[0]
 
     def optimizer(self) -> dict[str, Any]:
         """One step of Muon and Adam over all weights."""
@@ -647,20 +652,32 @@ class Steps:
 # --- 3: train.py ---------------------------------------------------------------------------------
 
 
+def residual_of(name: str) -> list[str]:
+    """A variant, as train.py is told of it."""
+    residual, blocks, rank = [*name.split(":"), "full", ""][:3]
+    return [
+        f"model.residual={residual}",
+        f"model.blocks={'null' if blocks == 'full' else blocks}",
+        f"model.rank={rank or 'null'}",
+    ]
+
+
 def training(size: Size, report: Report) -> Iterator[Figure]:
     def measure(name: str) -> dict[str, Any]:
         if missing := [p for p in ("hydra", "omegaconf", "torchmetrics") if not _there(p)]:
             return {"left_out": f"not installed: {', '.join(missing)}"}
         root = Path(__file__).parent.parent
-        residual, blocks, rank = [*name.split(":"), "full", ""][:3]
-        words = [f"model.residual={residual}"]
-        words += [f"model.blocks={'null' if blocks == 'full' else blocks}"]
-        words += [f"model.rank={rank or 'null'}"]
         with tempfile.TemporaryDirectory() as folder:
             begin = time.time()
             ended = subprocess.run(
                 [
-                    *(sys.executable, root / "train.py", *size.training, *words, "name=run"),
+                    *(
+                        sys.executable,
+                        root / "train.py",
+                        *size.training,
+                        *residual_of(name),
+                        "name=run",
+                    ),
                     *("instruments.log=1", f"runs={folder}", "logger=none"),
                 ],
                 cwd=root,
@@ -882,7 +899,7 @@ def main() -> None:
     timer.daemon = True
     timer.start()
     report.head = common.machine(DEVICE) | {"shape": size.shape, "batch": size.batch}
-    ahead, models = helpers(options), Steps(size)
+    report.ahead, models = helpers(options), Steps(size)
     parts: list[Iterator[Figure]] = [
         yardsticks(size),
         correctness(size),
@@ -896,10 +913,7 @@ def main() -> None:
     for number, part in enumerate(parts):
         for figure in part if options.parts is None or number in options.parts else ():
             report.take(figure)
-    report.head["ended_by_limit"] = False
-    report.write()
-    for process in ahead:
-        process.kill()
+    report.end(by_limit=False)
     bad = [each["figure"] for each in report.figures if isinstance(each.get("error"), str)]
     wrong = [each["figure"] for each in report.figures if each.get("right") is False]
     print(f"{len(report.figures)} figures; failed: {bad or 'none'}; wrong: {wrong or 'none'}")

@@ -23,7 +23,6 @@ from lrattnres.data.tokenizers import Tokenizer, build_tokenizer
 from lrattnres.evaluation.words import PretrainedWords, TrainedWords, Words
 from lrattnres.exchange.folder import Exported, ends_of
 from lrattnres.exchange.source import Source, find_source
-from lrattnres.kernels.backends import choose_kernels
 from lrattnres.model.attention import choose_attention
 from lrattnres.model.head import choose_loss
 from lrattnres.model.transformer import Transformer, build_model
@@ -162,13 +161,8 @@ def _load_weights(
     device, dtype = resolve_device(config.device), DTYPES[precision]
     try:
         attention = choose_attention(config.attention.name, device, dtype, training=False)
-        kernels = choose_kernels(
-            config.kernels.name,
-            device,
-            dtype,
-            compiled=False,
-            beyond=path_of(model).beyond_kernels(model),
-            known=path_of(model).backends,
+        kernels = path_of(model).choose_kernels(
+            model, config.kernels.name, device, dtype, compiled=False
         )
     except ValueError as error:
         raise ConfigError([str(error)]) from error

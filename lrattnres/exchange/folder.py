@@ -35,7 +35,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lrattnres.config import ConfigError, ModelConfig, parse, plain
-from lrattnres.kernels.backends import choose_kernels
 from lrattnres.model.attention import choose_attention
 from lrattnres.model.transformer import Transformer, build_model
 from lrattnres.residual.base import path_of
@@ -216,15 +215,15 @@ def load_model(
         ValueError: This attention or these kernels cannot run here.
     """
     exported, device = read_exported(Path(folder)), torch.device(device)
-    path = path_of(exported.model)
-    beyond, known = path.beyond_kernels(exported.model), path.backends
     model = build_model(
         exported.model,
         seed=None,
         device=device,
         attention=choose_attention(attention, device, dtype, training=False),
         dtype=dtype,
-        kernels=choose_kernels(kernels, device, dtype, compiled=False, beyond=beyond, known=known),
+        kernels=path_of(exported.model).choose_kernels(
+            exported.model, kernels, device, dtype, compiled=False
+        ),
     )
     exported.load({"model": dict(model.state_dict())})
     return model

@@ -202,6 +202,8 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+            raise RuntimeError("loss=chunked has no second derivative; write loss=whole")
         return *(part * gradient for part in ctx.saved_tensors), None, None, None
 
 
@@ -296,7 +298,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Adds left @ right to `total`, which may be float32 where the factors are not."""
     if total.is_cuda and left.dtype is not total.dtype:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    elif total.is_cpu:
+    elif not total.is_meta:  # where nothing is computed, a GPU's memory is what is counted
         total.addmm_(left.to(total.dtype), right.to(total.dtype))
 
 

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from lrattnres.config import ConfigError, DepthConfig, ModelConfig
 from lrattnres.config.schema import parse_options
-from lrattnres.kernels.backends import DepthKernels
+from lrattnres.kernels.backends import DepthKernels, choose_kernels
 from lrattnres.kernels.reference import rms_norm
 
 Raw = tuple[Tensor, Tensor | None]  # keys and values of an attention; see value_site
@@ -292,6 +292,27 @@ class ResidualPath(nn.Module):
                 for setting in changed(config.depth).values()
             ]
         return dataclasses.replace(config, **gone), notes
+
+    @classmethod
+    def choose_kernels(
+        cls,
+        config: ModelConfig,
+        name: str,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        compiled: bool,
+    ) -> DepthKernels:
+        """The backend for a model with this path; arguments of `kernels.backends.choose_kernels`.
+
+        Raises:
+            ValueError: The one that is named has no code for the path, does not compute its
+                settings, or cannot run here.
+        """
+        beyond = cls.beyond_kernels(config)
+        return choose_kernels(
+            name, device, dtype, compiled=compiled, beyond=beyond, known=cls.backends
+        )
 
     @classmethod
     def beyond_kernels(cls, config: ModelConfig) -> list[str]:

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from lrattnres.config import AC, Compile, ConfigError, TrainConfig
 from lrattnres.config.checks import DTYPES, resolve_device
 from lrattnres.distributed.parallel import Parallel, mesh_shape, mode_of, parallelize
-from lrattnres.kernels.backends import KERNELS, DepthKernels, choose_kernels
+from lrattnres.kernels.backends import KERNELS, DepthKernels
 from lrattnres.model.attention import BACKENDS, AttentionBackend
 from lrattnres.model.head import LossForm, choose_loss
 from lrattnres.model.transformer import Transformer, build_model
@@ -149,14 +149,9 @@ def _kernels(config: TrainConfig) -> DepthKernels:
     known.
     """
     compiled = config.compile is not Compile.off
-    path = path_of(config.model)
-    chosen = choose_kernels(
-        config.kernels.name,
-        resolve_device(config.device),
-        DTYPES[config.precision],
-        compiled=compiled,
-        beyond=path.beyond_kernels(config.model),
-        known=path.backends,
+    device, dtype = resolve_device(config.device), DTYPES[config.precision]
+    chosen = path_of(config.model).choose_kernels(
+        config.model, config.kernels.name, device, dtype, compiled=compiled
     )
     return KERNELS["reference"] if chosen.name == "compiled" else chosen
 

@@ -18,7 +18,6 @@ from lrattnres.data.errors import DataError, UnreadableError
 from lrattnres.distributed.parallel import Parallel, parallelize, start_parallel
 from lrattnres.distributed.ranks import PATIENCE, RankError, Ranks, placement, start_ranks
 from lrattnres.exchange.folder import read_exported
-from lrattnres.kernels.backends import choose_kernels
 from lrattnres.model.attention import choose_attention
 from lrattnres.model.head import choose_loss
 from lrattnres.model.transformer import Transformer, build_model
@@ -344,13 +343,8 @@ def _build(config: TrainConfig, parallel: Parallel) -> tuple[Transformer, dict[s
     device, dtype = resolve_device(config.device), DTYPES[config.precision]
     attention = choose_attention(config.attention.name, device, dtype, training=True)
     compiled = config.compile is not Compile.off
-    kernels = choose_kernels(
-        config.kernels.name,
-        device,
-        dtype,
-        compiled=compiled,
-        beyond=path_of(config.model).beyond_kernels(config.model),
-        known=path_of(config.model).backends,
+    kernels = path_of(config.model).choose_kernels(
+        config.model, config.kernels.name, device, dtype, compiled=compiled
     )
     tokens = config.micro_batch * config.model.context
     loss = choose_loss(config.loss.name, device, tokens, config.model.vocabulary, compiled=compiled)

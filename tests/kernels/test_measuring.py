@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from lrattnres.config.checks import resolve
+from tests.config.test_config import composed
 from tests.paths import ROOT
 from tests.programs import ENVIRONMENT
 
@@ -93,3 +95,15 @@ def test_a_figure_that_fails_is_recorded_and_a_run_that_is_cut_leaves_the_rest(
     monkeypatch.setattr(gpu.os, "_exit", lambda code: clock.append(code))
     gpu._end(report)
     assert clock[1:] == [0] and json.loads(file.read_text())["ended_by_limit"] is True
+
+
+def test_the_runs_of_train_py_on_a_gpu_are_possible(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    import gpu
+
+    for size in (gpu.PAPER, gpu.REHEARSAL):
+        for name in ("baseline", size.ours):
+            config, _ = resolve(
+                composed(*size.training, *gpu.residual_of(name), "name=x", "device=cpu")
+            )
+            assert config.steps > config.optimizer.warmup

@@ -182,3 +182,11 @@ def test_the_estimate_knows_the_form() -> None:
     logits = 4 * 8 * 96 * 20_000
     assert 1.5 * logits < whole.activations - chunked.activations
     assert whole.weights == chunked.weights
+
+
+def test_a_second_derivative_is_refused() -> None:
+    hidden, weight, targets = drawn(9, 5, 2)
+    hidden.requires_grad_()
+    total = LOSSES["chunked"].compute(hidden, weight, targets, 0.1).total
+    with pytest.raises(RuntimeError, match="no second derivative; write loss=whole"):
+        torch.autograd.grad(total, hidden, create_graph=True)

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from lrattnres.config import ModelConfig
 from lrattnres.residual.cost import cost
 from lrattnres.residual.fused.schedule import (
     Step,
@@ -20,6 +19,7 @@ from lrattnres.residual.fused.schedule import (
 from lrattnres.residual.plan import DepthPlan
 from tests.paths import ROOT
 from tests.residual.making import config_of, make, make_together
+from tests.residual.test_cost import of_paper
 
 
 @pytest.mark.parametrize("name", ["attn_res", "s_lr", "p_lr", "delta"])
@@ -124,18 +124,7 @@ def test_the_page_shows_these_counts() -> None:
 def test_the_page_predicts_from_these_counts() -> None:
     """Against a step at 55% of the peak of an H100 or H200."""
     page = (ROOT / "docs" / "performance.md").read_text()
-    config = ModelConfig(
-        residual="baseline",
-        rank=None,
-        blocks=None,
-        layers=24,
-        dim=1024,
-        heads=16,
-        mlp_width=2816,
-        context=2048,
-        vocabulary=100_277,
-    )
-    seconds = cost(config).training_flops / (0.55 * 989e12)
+    seconds = cost(of_paper("baseline")).training_flops / (0.55 * 989e12)
     assert f"{1e6 * seconds:.2f} µs a token" in page
     for blocks in (4, 8, 16, None):
         plan = DepthPlan(48, blocks)
